@@ -20,6 +20,8 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from raw_polynomial import RawPolynomial
+
 from benchmarks.networks.inception import InceptionV3
 from benchmarks.networks.resnet import resnet50
 from benchmarks.networks.vgg import vgg19
@@ -32,7 +34,7 @@ from pathoseg.models.vit_seg import ViTSeg
 from pathoseg.parallel.cost.calibration_layers import draw_cases, laid_out
 from pathoseg.parallel.cost.cost_model import Analytical, LayerTime, Roofline
 from pathoseg.parallel.cost.hardware import Hardware, load_hardware
-from pathoseg.parallel.cost.regression import RawPolynomial, Sample, TimedCase, learn, time_cases
+from pathoseg.parallel.cost.regression import Sample, TimedCase, learn, time_cases
 from pathoseg.parallel.cost.timing import (
     Profiled,
     Run,

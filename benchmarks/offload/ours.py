@@ -1,4 +1,4 @@
-"""The same step on our runtime: one rank, under a retention, with its copies told."""
+"""The same step on our runtime: one rank, under a policy, with its copies told."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def graph_of(subject: Subject) -> LayerGraph:
 
 def ours(
     subject: Subject,
-    retention: ActivationPolicy,
-    form: OffloadMode = OffloadMode.OVERLAPPED,
+    policy: ActivationPolicy,
+    mode: OffloadMode = OffloadMode.OVERLAPPED,
     window: int | None = None,
     host_bytes: int = 0,
     trace: bool = False,
@@ -61,8 +61,8 @@ def ours(
 
     Args:
         subject: The network.
-        retention: What it does not keep; of the first stage alone.
-        form: How what is offloaded is copied.
+        policy: What it does not keep; of the first stage alone.
+        mode: How what is offloaded is copied.
         window: Bytes; None is what two of the largest storages take.
         host_bytes: Host memory that is taken ahead of the first step.
         trace: Whether steps say what they did.
@@ -74,14 +74,14 @@ def ours(
     schedule = lower(
         gpipe(Placement(1, ((0,) * stages,)), subject.microbatches),
         list(edge_values(partition)),
-        offload={0: retention.offloaded if form is not OffloadMode.NONE else ()},
+        offload={0: policy.offloaded if mode is not OffloadMode.NONE else ()},
     )
     largest = max(storage.bytes for storage in traced.graph.storages)
     memory = Memory(
-        {0: retention.recomputed},
-        {0: retention.twice},
+        {0: policy.recomputed},
+        {0: policy.twice},
         2 * largest if window is None else window,
-        form,
+        mode,
         host_bytes=(host_bytes,),
         parked=parked,
     )

@@ -48,19 +48,19 @@ def study(quick: bool, steps: int) -> Iterator[tuple[str, float]]:
             yield name.replace("_parameters", ""), ratio
 
 
-# Makes a network's run in a form; told whether its steps are traced.
+# Makes a network's run in a mode; told whether its steps are traced.
 _Run = Callable[[OffloadMode, bool], Ours]
 
 
 def _activations(subject: Subject) -> _Run:
-    retention = ActivationPolicy(offloaded=everything(graph_of(subject)))
-    return lambda form, trace: ours(subject, retention, form, trace=trace)
+    policy = ActivationPolicy(offloaded=everything(graph_of(subject)))
+    return lambda mode, trace: ours(subject, policy, mode, trace=trace)
 
 
 def _parameters(subject: Subject) -> _Run:
-    def run(form: OffloadMode, trace: bool) -> Ours:
+    def run(mode: OffloadMode, trace: bool) -> Ours:
         parked = {Park.PARAMETERS}
-        return ours(subject, ActivationPolicy(), form, trace=trace, stages=_STAGES, parked=parked)
+        return ours(subject, ActivationPolicy(), mode, trace=trace, stages=_STAGES, parked=parked)
 
     return run
 
@@ -74,28 +74,28 @@ def _table(
     print("|---|---|---|---|---|---|---|")
     for name, (make, side) in _NETWORKS.items():
         run = ways(Subject(partial(make, width), side, batch, dense=False))
-        runs = {form: run(form, False) for form in OffloadMode}
-        seconds = seconds_of({form.value: each.step for form, each in runs.items()}, rounds)
+        runs = {mode: run(mode, False) for mode in OffloadMode}
+        seconds = seconds_of({mode.value: each.step for mode, each in runs.items()}, rounds)
         del runs
-        for form in OffloadMode:
-            traced = run(form, True)
+        for mode in OffloadMode:
+            traced = run(mode, True)
             for number in range(2):
                 traced.step(number)
-            ratio = seconds[form.value] / seconds[OffloadMode.NONE.value]
+            ratio = seconds[mode.value] / seconds[OffloadMode.NONE.value]
             out, back = (_range(traced.events, kind) for kind in (Kind.OFFLOAD, Kind.PREFETCH))
             published = (
                 "1"
-                if form is OffloadMode.NONE
+                if mode is OffloadMode.NONE
                 else "–"
-                if form is OffloadMode.OVERLAPPED
+                if mode is OffloadMode.OVERLAPPED
                 else _PUBLISHED
             )
             print(
-                f"| {name} | {form.value} | {seconds[form.value]:.4f} | {ratio:.2f} "
+                f"| {name} | {mode.value} | {seconds[mode.value]:.4f} | {ratio:.2f} "
                 f"| {published} | {out} | {back} |"
             )
-            if form is not OffloadMode.NONE:
-                key = form.value.replace("-", "_")
+            if mode is not OffloadMode.NONE:
+                key = mode.value.replace("-", "_")
                 yield f"overhead_{what}_{key}_{name}", ratio
 
 

@@ -102,7 +102,7 @@ class Greedy:
         choice = self._fitting(setting, cap, in_flight, fill)
         if choice is None:
             return None, inf
-        key = choice.retention, choice.window, in_flight
+        key = choice.policy, choice.window, in_flight
         if key not in self._seconds:
             self._seconds[key] = self._judge.seconds(choice, in_flight)
         return choice, self._seconds[key]
@@ -179,7 +179,9 @@ class Greedy:
 
         def point(at: int) -> tuple[float, float]:
             each = options[at]
-            return each.kept / each.blocks, (each.again + price * each.copies) / each.blocks
+            return each.kept / each.blocks, (
+                each.recompute_seconds + price * each.copies
+            ) / each.blocks
 
         hull: list[int] = []
         singles = [at for at in own if options[at].blocks == 1] or [*own]
@@ -202,8 +204,8 @@ class Greedy:
         options = [self._options[run][at] for at in hull]
         for at, (one, two) in enumerate(pairwise(options)):
             freed = one.kept / one.blocks - two.kept / two.blocks
-            added = (two.again + price * two.copies) / two.blocks
-            added -= (one.again + price * one.copies) / one.blocks
+            added = (two.recompute_seconds + price * two.copies) / two.blocks
+            added -= (one.recompute_seconds + price * one.copies) / one.blocks
             for blocks in range(two.blocks, len(self._runs[run].blocks) + 1, two.blocks):
                 yield _Step(added / freed, run, at, blocks)
 
@@ -256,7 +258,14 @@ class Greedy:
         price = setting.price or 0.0
         gains = sorted(
             (
-                (one.again - two.again + price * (one.copies - two.copies), run, at, other)
+                (
+                    one.recompute_seconds
+                    - two.recompute_seconds
+                    + price * (one.copies - two.copies),
+                    run,
+                    at,
+                    other,
+                )
                 for run, (options, own) in enumerate(zip(self._options, counts, strict=True))
                 for at in own
                 for other in allowed[run]

@@ -55,7 +55,7 @@ def _network(name: str, subject: Subject, rounds: int) -> Iterator[tuple[str, fl
         found = chooser.choose(keep.need(1) * share // 100)
         if found is not None:
             choices[f"{share} %"] = found
-    steps = {cap: ours(subject, choice.retention).step for cap, choice in choices.items()}
+    steps = {cap: ours(subject, choice.policy).step for cap, choice in choices.items()}
     taken = seconds_of(steps, rounds)
     print(f"\n## {name}, {subject.side} px\n")
     print(

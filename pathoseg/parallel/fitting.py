@@ -245,7 +245,7 @@ def split(
     training: Training,
     transport: Transport,
     device: torch.device,
-    form: OffloadMode = OffloadMode.OVERLAPPED,
+    mode: OffloadMode = OffloadMode.OVERLAPPED,
     parked: Set[Park] = frozenset(),
 ) -> Fit:
     """Set up a planned model; all ranks make the same call.
@@ -256,7 +256,7 @@ def split(
         training: As for `fit`.
         transport: As for `fit`.
         device: As for `fit`.
-        form: The mode of copies to the host.
+        mode: The mode of copies to the host.
         parked: The kinds of tensors that are offloaded while their stage is not at work; no plan
             counts them.
 
@@ -281,7 +281,7 @@ def split(
         {stage: each.recomputed for stage, each in enumerate(plan.retention)},
         {stage: each.twice for stage, each in enumerate(plan.retention)},
         plan.window,
-        form,
+        mode,
         plan.memory * plan.groups,
         plan.host_memory * plan.groups,
         parked,

@@ -85,9 +85,9 @@ class PipelineEngine:
             config.train.compile,
         )
         self._layout = lay_out(traced.model, card.model, self._device.type)
-        form = OffloadMode(config.parallel.offload)
+        mode = OffloadMode(config.parallel.offload)
         parked = frozenset(Park(each) for each in config.parallel.parked)
-        fit = split(traced, plan, training, transport, self._device, form, parked)
+        fit = split(traced, plan, training, transport, self._device, mode, parked)
         self._runner, self._names = fit.runner, fit.inputs
         if self._runner.optimizer is not None:
             names = {parameter: name for name, parameter in self._runner.own.items()}

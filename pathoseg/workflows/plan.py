@@ -319,8 +319,8 @@ def not_kept(plan: Plan, priced: StageCosts, partition: Partition) -> Iterator[s
         ("stage", "kept", "offloaded", "recomputed", "in host memory", "recomputing takes")
     ]
     home = plan.schedule.placement.homes[0]
-    for stage, retention in enumerate(plan.retention):
-        found = priced.retained(partition, stage, retention)
+    for stage, policy in enumerate(plan.retention):
+        found = priced.retained(partition, stage, policy)
         rows.append(
             (
                 f"{stage}",
@@ -328,7 +328,7 @@ def not_kept(plan: Plan, priced: StageCosts, partition: Partition) -> Iterator[s
                 memory_text(found.offloaded),
                 memory_text(found.recomputed),
                 memory_text(plan.host_memory[home[stage]]),
-                f"{found.again:.4g} s",
+                f"{found.recompute_seconds:.4g} s",
             )
         )
     yield "Of a microbatch's activations:"

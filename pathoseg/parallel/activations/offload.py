@@ -123,7 +123,7 @@ class Overlapped:
         device: The device.
         arena: Host memory.
         window: Bytes, for each direction; a larger storage travels alone.
-        turns: Whether nothing leaves while anything is back ahead of its use.
+        shares_window: Whether nothing leaves while anything is back ahead of its use.
     """
 
     def __init__(
@@ -132,11 +132,11 @@ class Overlapped:
         device: torch.device,
         arena: Arena,
         window: int,
-        turns: bool = False,
+        shares_window: bool = False,
     ) -> None:
         self.copied: list[Copied] | None = None
         self._streams, self._device, self._arena = streams, device, arena
-        self._window, self._turns = window, turns
+        self._window, self._shares_window = window, shares_window
         self._leaving: deque[Ticket] = deque()
         self._leaving_bytes = 0
         self._asked: deque[Ticket] = deque()
@@ -211,7 +211,7 @@ class Overlapped:
 
     def _start(self, ticket: Ticket) -> None:
         assert ticket.room is not None
-        while self._turns and self._leaving:
+        while self._shares_window and self._leaving:
             self._await_oldest()
         ticket.device = torch.empty(ticket.size, dtype=torch.uint8, device=self._device)
         self._streams.wait(Lane.BACK, self._streams.mark(Lane.COMPUTE))
@@ -224,7 +224,7 @@ class Overlapped:
         self._ahead_bytes += ticket.size
 
     def _use(self, ticket: Ticket) -> None:
-        """From here on the compute finds the bytes."""
+        """Make the compute lane wait for a copy back, and begin the next ones."""
         self._streams.wait(Lane.COMPUTE, ticket.back)
         ticket.used = True
         self._ahead_bytes -= ticket.size
@@ -286,7 +286,7 @@ class Copies(Protocol):
         """Free a ticket's memory on host and device; it must not be used again."""
 
 
-class _Away(NamedTuple):
+class _HostCopy(NamedTuple):
     host: Tensor
     label: Label
 
@@ -297,39 +297,39 @@ class Direct:
     Args:
         streams: The lanes of the device.
         device: The device.
-        form: One of the four modes that copy at once.
+        mode: One of the four modes that copy at once.
     """
 
-    def __init__(self, streams: Streams, device: torch.device, form: OffloadMode) -> None:
+    def __init__(self, streams: Streams, device: torch.device, mode: OffloadMode) -> None:
         self.copied: list[Copied] | None = None
         self.peak = 0
         self._held = 0
         self._streams, self._device = streams, device
-        self._pins = form.pins and is_pinned_for(device)
-        self._goes_on = form in (OffloadMode.NON_BLOCKING, OffloadMode.PINNED_NON_BLOCKING)
+        self._pins = mode.pins and is_pinned_for(device)
+        self._goes_on = mode in (OffloadMode.NON_BLOCKING, OffloadMode.PINNED_NON_BLOCKING)
 
-    def leave(self, source: Tensor, label: Label, lasting: bool = False) -> _Away:
+    def leave(self, source: Tensor, label: Label, lasting: bool = False) -> _HostCopy:
         host = torch.empty(source.numel(), dtype=torch.uint8, pin_memory=self._pins)
         self._copy(Lane.OUT, host, source, label)
         self._held += host.numel()
         self.peak = max(self.peak, self._held)
-        return _Away(host, label)
+        return _HostCopy(host, label)
 
     def let_go(self) -> None:
         """Do nothing: no copy is ever on its way."""
 
-    def ask(self, tickets: Sequence[_Away]) -> None:
+    def ask(self, tickets: Sequence[_HostCopy]) -> None:
         """Do nothing: no copy back begins ahead of its use."""
 
-    def fetch(self, ticket: _Away) -> Tensor:
+    def fetch(self, ticket: _HostCopy) -> Tensor:
         device = torch.empty(ticket.host.numel(), dtype=torch.uint8, device=self._device)
         self._copy(Lane.BACK, device, ticket.host, ticket.label)
         return device
 
-    def release(self, ticket: _Away) -> None:
+    def release(self, ticket: _HostCopy) -> None:
         """Do nothing: bytes that came back are held by who fetched them."""
 
-    def drop(self, ticket: _Away) -> None:
+    def drop(self, ticket: _HostCopy) -> None:
         self._held -= ticket.host.numel()
 
     def _copy(self, lane: Lane, into: Tensor, source: Tensor, label: Label) -> None:
@@ -341,29 +341,29 @@ class Direct:
 
 
 def copies_of(
-    form: OffloadMode,
+    mode: OffloadMode,
     streams: Streams,
     device: torch.device,
     window: int,
     host_bytes: int,
-    turns: bool = False,
+    shares_window: bool = False,
 ) -> Copies | None:
     """Make the copies of one rank in an offload mode; None in the mode `NONE`.
 
     Args:
-        form: The mode.
+        mode: The mode.
         streams: The lanes of the device.
         device: The device on which the rank computes.
         window: Bytes on the device that may wait to leave, and as many that may be back early.
         host_bytes: Bytes of host memory that are taken at once.
-        turns: Whether nothing leaves while anything is back early.
+        shares_window: Whether nothing leaves while anything is back early.
 
     Raises:
         PathosegError: The host has not as much memory to pin.
     """
-    if form is OffloadMode.NONE:
+    if mode is OffloadMode.NONE:
         return None
-    if form is OffloadMode.OVERLAPPED:
+    if mode is OffloadMode.OVERLAPPED:
         arena = Arena(host_bytes, device)
-        return Overlapped(streams, device, arena, window, turns)
-    return Direct(streams, device, form)
+        return Overlapped(streams, device, arena, window, shares_window)
+    return Direct(streams, device, mode)

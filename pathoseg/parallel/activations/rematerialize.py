@@ -5,14 +5,15 @@ Four layers, of which a, b, c save what the next one reads; autograd holds a `Ha
     layer               a          b            c           d
     makes               A          B            C           loss       `Made`: a storage, its maker
     fate                KEEP       RECOMPUTE    OFFLOAD
-    piece of content    Kept       Dropped      Away                   `Handle.piece`
+    piece of content    Kept       Dropped      OffloadedPiece         `Handle.piece`
 
     forward    (1) Each layer is `Recorded`: what it read, saved, returned and overwrote.
                (2) After the last one, `plan_again` goes through the dropped pieces, latest need
                    first: B is made by b, which becomes a `Rerun` with A as its source.
-    backward   (3) d, then c ask for C and B: `unpack` calls `storage()` of the piece. Kept has it;
-                   Away fetches it from the host; Dropped has its layer run (`Rerun.give`), and
-                   ahead of it, in the forward's order, whatever made sources that are gone.
+    backward   (3) d, then c ask for C and B: `Handle.tensor` calls `storage()` of the piece. Kept
+                   has it; OffloadedPiece fetches it from the host; Dropped has its layer run
+                   (`Rerun.give`), and ahead of it, in the forward's order, whatever made sources
+                   that are gone.
                (4) A layer that has run lets go of its sources; a piece ends with its last handle.
 
 A storage that is written into has versions: a piece is the content of one of them. Of the fate
@@ -27,7 +28,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from heapq import heapify, heappop, heappush
 from itertools import count
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
@@ -81,13 +82,6 @@ def bytes_of(storage: torch.UntypedStorage) -> Tensor:
     return Place(torch.uint8, (storage.nbytes(),), (1,), 0).on(storage)
 
 
-class LayerRun(Protocol):
-    """A layer run that makes dropped content again; `Rerun` is the only one."""
-
-    def give(self, piece: Dropped) -> None:
-        """Fill `piece.made`, after running whatever else has to run first."""
-
-
 class _Content:
     """The content of a storage.
 
@@ -121,7 +115,7 @@ class Kept(_Content):
         return self.tensor.untyped_storage()
 
 
-class Away(_Content):
+class OffloadedPiece(_Content):
     """Content in host memory, once it has left; freed there with the last reference to this.
 
     Attributes:
@@ -165,18 +159,18 @@ class Dropped(_Content):
 
     def __init__(self, packed: bool) -> None:
         super().__init__(packed)
-        self.run: LayerRun | None = None
+        self.run: Rerun | None = None
         self.made: torch.UntypedStorage | None = None
 
     def storage(self) -> torch.UntypedStorage:
         if self.made is None:
             assert self.run is not None
-            self.run.give(self)
+            self.run.give()
         assert self.made is not None
         return self.made
 
 
-Piece = Kept | Away | Dropped
+Piece = Kept | OffloadedPiece | Dropped
 
 
 @dataclass(slots=True, eq=False)
@@ -227,7 +221,7 @@ class Handle:
         self.piece, self.place = piece, place
 
     def tensor(self) -> Tensor:
-        """Return the saved tensor, with its storage kept, fetched or recomputed.
+        """Return the saved tensor, with its storage kept, fetched or recomputed: the unpack hook.
 
         Raises:
             PathosegError: It was written into since, or cannot be recomputed.
@@ -241,15 +235,6 @@ class Handle:
         if self.piece is None or self.place is None:
             return self.witness
         return self.place.on(self.piece.storage())
-
-
-def unpack(handle: Handle) -> Tensor:
-    """Return the tensor that a handle stands for: the unpack hook of `saved_tensors_hooks`.
-
-    Raises:
-        PathosegError: The tensor was written into since, or cannot be recomputed.
-    """
-    return handle.tensor()
 
 
 class Storages:
@@ -354,10 +339,10 @@ def plan_again(
     Raises:
         PathosegError: A layer read what was overwritten since.
     """
-    turns = count()
+    numbers = count()
 
     def want(piece: Dropped, made: Made, version: int, passing: bool) -> _Wanted:
-        return _Wanted(-piece.needed, next(turns), piece, made, version, passing)
+        return _Wanted(-piece.needed, next(numbers), piece, made, version, passing)
 
     wanted = [
         want(piece, made, version, passing=made.fate is not Fate.TWICE)
@@ -376,7 +361,7 @@ def plan_again(
         if key in runs:
             continue
         runs[key] = run
-        for leaf in leaves_in(run.layer.reads):
+        for leaf in leaves_of(run.layer.reads, Leaf):
             if (leaf.made, leaf.version) in run.sources:
                 continue
             source = _source(leaf, run, recorded)
@@ -392,7 +377,7 @@ class _Wanted(NamedTuple):
     """Dropped content that is asked for; of the same need, what was asked for first comes first."""
 
     need: int
-    turn: int
+    number: int
     piece: Dropped
     made: Made
     version: int
@@ -444,8 +429,10 @@ class Rerun:
         self.makes: list[tuple[Made, int, ref[Dropped]]] = []
         self._context = context
 
-    def give(self, piece: Dropped) -> None:
+    def give(self) -> None:
         """(3) Run the layer and, in the order of the forward, all that has to run ahead of it.
+
+        The pieces of `makes` then have what they lacked.
 
         Raises:
             PathosegError: A layer saves other tensors than in its forward, or its input was
@@ -461,7 +448,7 @@ class Rerun:
             ahead[key] = run
             for source in run.sources.values():
                 if isinstance(source, Dropped) and source.made is None:
-                    assert isinstance(source.run, Rerun)
+                    assert source.run is not None
                     waiting.append(source.run)
         order = sorted(ahead)
         with self._context([key.position for key in order]) as before:
@@ -502,7 +489,7 @@ class Rerun:
             for leaf, version in layer.writes
         }
         plain = filter(is_plain, leaves_of(returns, Tensor))
-        for leaf, tensor in zip(leaves_in(layer.returns), plain, strict=True):
+        for leaf, tensor in zip(leaves_of(layer.returns, Leaf), plain, strict=True):
             made[leaf.made, leaf.version] = tensor.untyped_storage()
         for saved, tensor in zip(layer.saves, saves, strict=True):
             if saved is not None:
@@ -560,11 +547,6 @@ def leaves_of(value: Any, kind: type) -> Iterator[Any]:
             yield from leaves_of(item, kind)
 
 
-def leaves_in(value: Any) -> Iterator[Leaf]:
-    """Yield the `Leaf`s in what was recorded (nested tuples, lists and dicts), in a fixed order."""
-    return leaves_of(value, Leaf)
-
-
 def map_leaves(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
     """Return nested tuples, lists and dicts with `change` applied to each item of type `kind`.
 
@@ -572,13 +554,9 @@ def map_leaves(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
     """
     if isinstance(value, kind):
         return change(value)
-    if not isinstance(value, (tuple, list, dict)) or _has_none(value, kind):
+    if not isinstance(value, (tuple, list, dict)) or next(leaves_of(value, kind), None) is None:
         return value
     if isinstance(value, dict):
         return type(value)((key, map_leaves(item, kind, change)) for key, item in value.items())
     items = [map_leaves(item, kind, change) for item in value]
     return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-
-
-def _has_none(value: Any, kind: type) -> bool:
-    return next(leaves_of(value, kind), None) is None

@@ -5,14 +5,15 @@ The life of one saved tensor, from a layer's forward to its backward:
     (1) run      a layer of the stage runs, and with it `_position` says whose saves these are
     (2) _pack    autograd hands over each tensor that the layer saves
     (3) _made    whose storage is it? one seen first is this layer's; its fate is the layer's:
-                     KEEP ............ Kept      the tensor stays on the device
-                     OFFLOAD ......... Away      its bytes leave for the host now, or at the end of
-                                                 the layer that makes them (SMALL ones stay)
-                     RECOMPUTE, TWICE  Dropped   nothing is kept
+                     KEEP ............ Kept: the tensor stays on the device
+                     OFFLOAD ......... OffloadedPiece: its bytes leave for the host now, or at the
+                                       end of the layer that makes them (SMALL ones stay)
+                     RECOMPUTE, TWICE  Dropped: nothing is kept
     (4) Handle   autograd holds this in place of the tensor: the piece, and where in it the tensor
                  lies; without memory, but with the tensor's version counter
     (5) finish   the forward is over: dropped pieces learn which layers make them (`plan_again`)
-    (6) unpack   the backward asks for the tensor (rematerialize.py): there, fetched, or made again
+    (6) tensor   the backward asks the Handle for it (rematerialize.py): there, fetched, or made
+                 again
 
 A storage saved by several layers, or as several views, is one piece. A parameter is Kept, and never
 by its own tensor where stages park: its bytes may be away meanwhile, and back before the backward.
@@ -31,23 +32,21 @@ from torch import Tensor, nn
 from pathoseg.errors import PathosegError
 from pathoseg.parallel.activations.offload import Copies, Label
 from pathoseg.parallel.activations.rematerialize import (
-    Away,
     Dropped,
     Fate,
     Handle,
     Kept,
     Leaf,
     Made,
+    OffloadedPiece,
     Piece,
     Place,
     Recorded,
     Storages,
     is_plain,
-    leaves_in,
     leaves_of,
     map_leaves,
     plan_again,
-    unpack,
 )
 from pathoseg.parallel.activations.running_statistics import norms_at, uncounted
 from pathoseg.parallel.graph.activation_policy import SMALL, ActivationPolicy
@@ -65,12 +64,12 @@ class SavedTensorHooks:
         traced: The model.
         layers: Positions of the stage's layers.
         number: The stage's number.
-        retention: The layers whose saved tensors are offloaded or recomputed.
+        policy: The layers whose saved tensors are offloaded or recomputed.
         copies: Copies to the host; None where everything stays on the device.
         parks: Whether the stage's parameters may leave the device ahead of a backward.
 
     Raises:
-        PathosegError: The retention names a layer that is not there, or twice.
+        PathosegError: The policy names a layer that is not there, or twice.
     """
 
     def __init__(
@@ -78,7 +77,7 @@ class SavedTensorHooks:
         traced: Traced,
         layers: range,
         number: int,
-        retention: ActivationPolicy,
+        policy: ActivationPolicy,
         copies: Copies | None,
         parks: bool = False,
     ) -> None:
@@ -88,9 +87,9 @@ class SavedTensorHooks:
         self._fates: dict[int, Fate] = {}
         positions = {name: position for position, name in self._names.items()}
         for names, fate in (
-            (retention.offloaded, Fate.OFFLOAD),
-            (retention.recomputed, Fate.RECOMPUTE),
-            (retention.twice, Fate.TWICE),
+            (policy.offloaded, Fate.OFFLOAD),
+            (policy.recomputed, Fate.RECOMPUTE),
+            (policy.twice, Fate.TWICE),
         ):
             for name in names:
                 position = positions.get(name)
@@ -104,7 +103,7 @@ class SavedTensorHooks:
                 self._fates[position] = fate
         if copies is None:
             self._fates = {at: f for at, f in self._fates.items() if f is not Fate.OFFLOAD}
-        self.recomputes = retention.runs_again
+        self.recomputes = policy.runs_again
         own = [graph.layers[position] for position in layers]
         self._parameters = _owners(traced.model, (name for each in own for name in each.parameters))
         # Of norms others in each microbatch (`RunningStatistics.lend`).
@@ -151,7 +150,7 @@ class SavedTensorHooks:
 
 
 class Recording:
-    """One forward of a stage: its tensors are saved as the stage's retention says.
+    """One forward of a stage: its tensors are saved as the stage's policy says.
 
     It runs the layers in place of the segment (`run`), within `hooks`; `finish` ends it.
     """
@@ -167,12 +166,12 @@ class Recording:
         self._recorded: dict[int, Recorded] = {}
         self._notes: dict[str, Any] = {}
         self._pieces: list[tuple[ref[Piece], Made, int]] = []
-        self._leaving: list[tuple[ref[Away], Label]] = []
+        self._leaving: list[tuple[ref[OffloadedPiece], Label]] = []
         self._count = 0
 
     def hooks(self) -> AbstractContextManager[Any]:
-        """Return a context in which autograd's saved tensors go through `_pack` and `unpack`."""
-        return torch.autograd.graph.saved_tensors_hooks(self._pack, unpack)
+        """Return a context in which saved tensors go through `_pack` and `Handle.tensor`."""
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, Handle.tensor)
 
     def run(self, position: int, step: Step, values: Mapping[str, Any]) -> Any:
         """(1) Run a layer.
@@ -223,7 +222,7 @@ class Recording:
             self._recorded,
             context,
         )
-        away = [piece for piece, _, _ in alive if isinstance(piece, Away)]
+        away = [piece for piece, _, _ in alive if isinstance(piece, OffloadedPiece)]
         away.sort(key=lambda piece: -piece.needed)
         # Autograd holds on to the hooks, and through them to this.
         self._storages, self._recorded, self._notes = Storages(()), {}, {}
@@ -238,7 +237,7 @@ class Recording:
                 found.append((values[name], note))
             else:
                 tensors = filter(is_plain, leaves_of(values[name], Tensor))
-                found += zip(tensors, leaves_in(note), strict=True)
+                found += zip(tensors, leaves_of(note, Leaf), strict=True)
         saves: list[tuple[Made, int] | None] = []
         self._saves = saves
         made = step.run(values)
@@ -314,7 +313,7 @@ class Recording:
         assert self._copies is not None
         maker = made.makers[0][0]
         label = Label(self._hooks._number, self._microbatch, self._names[maker])
-        piece = Away(self._copies, storage)
+        piece = OffloadedPiece(self._copies, storage)
         if maker == self._position:
             # Kernels still fill it: RReLU its noise, a GRU's cell the other parts of its gates.
             self._leaving.append((ref(piece), label))

@@ -39,7 +39,7 @@ _NEEDS: Mapping[Kind, Collection[Park]] = {
 Key = tuple[Park, int]  # what, and of which parameter
 
 
-class StageTurn(NamedTuple):
+class StageNeeds(NamedTuple):
     """The tensors that have to be on the device for an action.
 
     Attributes:
@@ -105,7 +105,8 @@ class StageOffload:
         homes: dict[int, list[int]] = {}
         for number, stage in enumerate(self._home):
             homes.setdefault(0 if not self._parked else stage, []).append(number)
-        self._turns = [*homes.values()]
+        # The parameters of each stage; one list of all where nothing is offloaded.
+        self._by_stage = [*homes.values()]
         self._nothing: dict[torch.dtype, Tensor] = {}
         self._away: dict[Key, list[_Waiting]] = {}
         # What is on the device, with what is the same on the host.
@@ -119,7 +120,12 @@ class StageOffload:
         """Return True if any kind of tensor is offloaded."""
         return bool(self._parked)
 
-    def turns(self, actions: Sequence[Action]) -> dict[int, StageTurn]:
+    @property
+    def parks_parameters(self) -> bool:
+        """Return True if parameters are offloaded."""
+        return Park.PARAMETERS in self._parked
+
+    def needs_by_position(self, actions: Sequence[Action]) -> dict[int, StageNeeds]:
         """Find the tensors that each action of a rank's list needs on the device.
 
         Returns:
@@ -134,26 +140,26 @@ class StageOffload:
         }
         needs = {position: keys for position, keys in needs.items() if keys}
         return {
-            position: StageTurn(needs[position], needs.get(then, ()))
+            position: StageNeeds(needs[position], needs.get(then, ()))
             for position, then in pairwise([*needs, -1])
         }
 
     @contextmanager
-    def during(self, turn: StageTurn | None, changed: Collection[Park]) -> Iterator[None]:
-        """Make a context in which the tensors that a turn needs are on the device.
+    def during(self, needs: StageNeeds | None, changed: Collection[Park]) -> Iterator[None]:
+        """Make a context in which the tensors that an action needs are on the device.
 
         Args:
-            turn: One of `turns`; None needs nothing.
+            needs: Of `needs_by_position`; None needs nothing.
             changed: The kinds of tensors that are written inside, whose copies on the host are
                 stale.
         """
-        if turn is None:
+        if needs is None:
             yield
             return
-        self._bring(turn.now, changed)
-        self._ask(turn.then)
+        self._bring(needs.now, changed)
+        self._ask(needs.then)
         yield
-        self._leave(turn.then)
+        self._leave(needs.then)
 
     def in_turn(
         self, *needed: Park, changed: Collection[Park] = ()
@@ -168,10 +174,10 @@ class StageOffload:
             The parameters of one stage, each parameter once; all at once where nothing is
             offloaded.
         """
-        keys = [self._keys(numbers, needed) for numbers in self._turns]
-        for turn, numbers in enumerate(self._turns):
-            then = keys[turn + 1] if turn + 1 < len(keys) else ()
-            with self.during(StageTurn(keys[turn], then), changed):
+        keys = [self._keys(numbers, needed) for numbers in self._by_stage]
+        for place, numbers in enumerate(self._by_stage):
+            then = keys[place + 1] if place + 1 < len(keys) else ()
+            with self.during(StageNeeds(keys[place], then), changed):
                 yield [self._parameters[number] for number in numbers]
 
     @contextmanager

@@ -150,9 +150,9 @@ class GlooWire:
     def receive(self, into: Tensor, source: int, tag: int) -> GlooRequest:
         return self._begin(lambda: self._group.recv([into], source, tag))
 
-    def pause(self, turns: int) -> None:
+    def pause(self, looks: int) -> None:
         # Nothing wakes who waits for a GPU to come so far: a short wait is looked at often.
-        self._waiters.pause(min(_NAP, 1e-4 * (turns + 1)))
+        self._waiters.pause(min(_NAP, 1e-4 * (looks + 1)))
 
     def close(self, well: bool) -> None:
         atexit.unregister(self._end)

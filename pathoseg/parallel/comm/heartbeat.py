@@ -225,7 +225,7 @@ def meet(
     Args:
         rank: This rank.
         ranks: Number of ranks.
-        host: This rank's address; that of rank 0 is where they meet.
+        host: This rank's address; only that of rank 0 counts, as the others connect to it.
         announce: As for `Heartbeat`.
 
     Returns:

@@ -117,8 +117,8 @@ class MpiWire:
             raise _failure(error) from error
         return MpiRequest(self._mpi, begun, into.numel(), into, self._under_way)
 
-    def pause(self, turns: int) -> None:
-        look_again(turns)
+    def pause(self, looks: int) -> None:
+        look_again(looks)
 
     def close(self, well: bool) -> None:
         # To finalize with a lost rank would hang; to end without it lets mpirun end the others.
@@ -155,15 +155,15 @@ class MpiWire:
     def _wait(
         self, are_done: Callable[[Sequence[MPI.Request]], bool], requests: Sequence[MPI.Request]
     ) -> None:
-        deadline, turns = time.monotonic() + MEETING, 0
+        deadline, looks = time.monotonic() + MEETING, 0
         while not are_done(requests):
             if time.monotonic() > deadline:
                 raise PathosegError(
                     f"Rank {self.rank} has waited {MEETING:.0f} s for the other ranks of its MPI.",
                     "Look for the first error of another rank.",
                 )
-            look_again(turns)
-            turns += 1
+            look_again(looks)
+            looks += 1
 
     def _address(self) -> str:
         """Return rank 0's MASTER_ADDR, else this rank's address on the way to another host."""

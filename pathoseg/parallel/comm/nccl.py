@@ -81,8 +81,8 @@ class Channels(Protocol):
     def receive(self, into: Tensor, source: int) -> Request:
         """Begin to receive from rank `source` as many bytes as `into` has; never blocks."""
 
-    def pause(self, turns: int) -> None:
-        """Let others run for a moment; called `turns` times in a row without success."""
+    def pause(self, looks: int) -> None:
+        """Let others run for a moment; called `looks` times in a row without success."""
 
     def close(self, well: bool) -> None:
         """End the use of the channels.
@@ -147,8 +147,8 @@ class OrderedWire:
         for coming in self._coming.values():
             coming.move()
 
-    def pause(self, turns: int) -> None:
-        self._channels.pause(turns)
+    def pause(self, looks: int) -> None:
+        self._channels.pause(looks)
 
     def close(self, well: bool) -> None:
         self._channels.close(well)
@@ -472,8 +472,8 @@ class NcclChannels:
         with torch.cuda.stream(self._idle):
             return _begin(lambda: group.recv([into], 0, 0), into)
 
-    def pause(self, turns: int) -> None:
-        look_again(turns)
+    def pause(self, looks: int) -> None:
+        look_again(looks)
 
     def close(self, well: bool) -> None:
         atexit.unregister(self.close)

@@ -114,11 +114,11 @@ class Wire(Protocol):
     def receive(self, into: Tensor, source: int, tag: int) -> Request:
         """Begin to receive a message of as many bytes as `into` (uint8, one dimension) has."""
 
-    def pause(self, turns: int) -> None:
+    def pause(self, looks: int) -> None:
         """Let other threads and processes run for a moment, between two looks at a request.
 
         Args:
-            turns: Number of calls in a row without success.
+            looks: Number of calls in a row without success.
         """
 
     def close(self, well: bool) -> None:
@@ -157,10 +157,10 @@ class Operation:
         return self._transport.moved(self._chain, self._what)
 
     def wait(self) -> None:
-        turns = 0
+        looks = 0
         while not self.done():
-            self._transport.pause(turns)
-            turns += 1
+            self._transport.pause(looks)
+            looks += 1
 
 
 class ProcessTransport:
@@ -192,7 +192,7 @@ class ProcessTransport:
         self._heartbeat = heartbeat
         self._well = True
         self._shared: Counter[int] = Counter()  # sums and texts shared with each rank so far
-        self._turns: deque[Turn] = deque()  # messages that wait for the device
+        self._waiting: deque[DeviceReady] = deque()  # messages that wait for the device
         self._moving: list[_Chain] = []  # chains of several steps, moved at every call
         self._held: set[_Chain] = set()  # the others, kept with their buffers until they are done
 
@@ -289,8 +289,8 @@ class ProcessTransport:
             self._held.discard(chain)
         return done
 
-    def pause(self, turns: int) -> None:
-        self._wire.pause(turns)
+    def pause(self, looks: int) -> None:
+        self._wire.pause(looks)
 
     def _check(self, what: str, patience: float = 0) -> None:
         try:
@@ -319,7 +319,7 @@ class ProcessTransport:
             if not self._wire.carries(tensor.device, to):
                 data = torch.empty_like(data, device="cpu", pin_memory=True)
                 data.copy_(_bytes(tensor), non_blocking=True)
-            yield [Turn(record(tensor.device), self._turns)]
+            yield [DeviceReady(record(tensor.device), self._waiting)]
         yield [self._wire.send(data, to, tag)]
 
     def _receive(self, into: Tensor, source: int, tag: int) -> _Steps:
@@ -328,7 +328,7 @@ class ProcessTransport:
             yield [self._wire.receive(data, source, tag)]
         elif self._wire.carries(into.device, source):
             # Work that was enqueued earlier may still use this memory.
-            yield [Turn(record(into.device), self._turns)]
+            yield [DeviceReady(record(into.device), self._waiting)]
             yield [self._wire.receive(data, source, tag)]
         else:
             stream = current_stream(into.device)
@@ -397,25 +397,25 @@ class ProcessTransport:
         return tag
 
 
-class Turn:
-    """Done once the device has come to an event and all earlier turns are done: a request.
+class DeviceReady:
+    """A request that is done once the device has come to an event and all earlier ones are done.
 
-    Without turns the later of two messages, looked at a moment later, could begin first.
+    Without this order the later of two messages, looked at a moment later, could begin first.
 
     Args:
         event: The point to which the device must come.
-        turns: All that are not done, the earliest first.
+        waiting: All that are not done, the earliest first; gains this one.
     """
 
-    def __init__(self, event: CopyEvent, turns: deque[Turn]) -> None:
+    def __init__(self, event: CopyEvent, waiting: deque[DeviceReady]) -> None:
         self._event = event
-        self._turns = turns
-        turns.append(self)
+        self._waiting = waiting
+        waiting.append(self)
 
     def done(self) -> bool:
-        if self._turns[0] is not self or not self._event.query():
+        if self._waiting[0] is not self or not self._event.query():
             return False
-        self._turns.popleft()
+        self._waiting.popleft()
         return True
 
 
@@ -426,15 +426,15 @@ def _left(rank: int, own: int) -> PathosegError:
     )
 
 
-def look_again(turns: int) -> None:
+def look_again(looks: int) -> None:
     """Pause between two looks at a request of a library that wakes nobody when it is done.
 
-    The core is given to other ranks, at first by yielding it, after many turns by sleeping.
+    The core is given to other ranks, at first by yielding it, after many looks by sleeping.
 
     Args:
-        turns: Number of calls in a row without success.
+        looks: Number of calls in a row without success.
     """
-    if turns < _LOOKS:
+    if looks < _LOOKS:
         yield_core()
     else:
         time.sleep(_NAP)

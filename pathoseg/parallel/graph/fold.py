@@ -23,7 +23,9 @@ def fold(graph: LayerGraph, depth: int) -> LayerGraph:
 
     Depth 1 are the model's own children (module level), depth 2 their children (block level, in
     most networks), and so on until nothing folds. Layers that run outside of such modules stay.
-    So does the memory of stages, within some percent where folds pass on several values.
+    So does the memory of stages, within some percent where folds pass on several values. The graph
+    is in the model's own order (`order` is empty): in another one a module may be left and come
+    back to, and would become two layers of one name.
     """
     groups = folded_layers(graph, depth)
     folding = _Folding(
@@ -125,7 +127,7 @@ class _Folding:
         return tuple(left)
 
     def _forward_peak(self, group: Sequence[int]) -> int:
-        """Beyond what is held when the group begins: what it has made and is still alive."""
+        """Return the peak bytes of a group's forward beyond what is held when it begins."""
         peak = 0
         lives: list[Life] = []
         for position in group:
@@ -135,7 +137,10 @@ class _Folding:
         return peak
 
     def _backward_peak(self, group: Sequence[int]) -> int:
-        """Beyond what is held when the group's backward begins, less what it has freed."""
+        """Return the peak bytes of a group's backward beyond what is held when it begins.
+
+        What its layers free counts against it.
+        """
         layers, stop = self.graph.layers, group[-1] + 1
         made = [(at, gradient) for at in group for gradient in layers[at].gradients]
         freed = [

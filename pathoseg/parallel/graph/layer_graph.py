@@ -6,11 +6,6 @@ import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from typing import Any
-
-from pathoseg.errors import PathosegError
-
-FORMAT = 1
 
 # What a message to another stage can hold; a receiver knows a dtype by its position here.
 SENT_DTYPES = (
@@ -270,10 +265,6 @@ class LayerGraph:
         used = {name for layer in self.layers[first:last] for name in layer.parameters}
         return sum(self.parameters[name].bytes for name in used)
 
-    def to_json(self) -> str:
-        """Return the graph as a text that `from_json` reads."""
-        return json.dumps({"format": FORMAT, **asdict(self)})
-
     @cached_property
     def structure(self) -> str:
         """The model's structure as text, equal on all ranks that run the model together.
@@ -294,27 +285,6 @@ class LayerGraph:
             for gaps in ("has_gaps", "gradient_has_gaps"):
                 layer["attributes"].pop(gaps, None)
         return json.dumps(parts)
-
-    @classmethod
-    def from_json(cls, text: str) -> LayerGraph:
-        """Read a graph that `to_json` wrote.
-
-        Raises:
-            PathosegError: The text is no layer graph, or one of another version of pathoseg.
-        """
-        try:
-            data = json.loads(text)
-            version = data.pop("format")
-            if version == FORMAT:
-                return _graph(data)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise PathosegError(
-                f"This is no layer graph ({type(error).__name__}: {error}).",
-                "Trace the model again.",
-            ) from error
-        raise PathosegError(
-            f"This layer graph has format {version!r}, not {FORMAT}.", "Trace the model again."
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -364,45 +334,6 @@ class Partition:
     def layers(self, stage: int) -> range:
         """Return the positions of a stage's layers."""
         return range(self.bounds[stage], self.bounds[stage + 1])
-
-
-def _graph(data: dict[str, Any]) -> LayerGraph:
-    return LayerGraph(
-        data["model"],
-        {name: _value(value) for name, value in data["inputs"].items()},
-        tuple(_layer(layer) for layer in data["layers"]),
-        tuple(data["outputs"]),
-        tuple(Storage(**storage) for storage in data["storages"]),
-        {name: Parameter(**parameter) for name, parameter in data["parameters"].items()},
-        data["buffers"],
-        data["modules"],
-        tuple(Colocation(**tie) for tie in data["ties"]),
-        tuple(data["notes"]),
-        tuple(data.get("order", ())),
-    )
-
-
-def _layer(data: dict[str, Any]) -> Layer:
-    made = {key: _tuples(value) for key, value in data.items()}
-    made["outputs"] = tuple(_value(value) for value in data["outputs"])
-    made["gradients"] = tuple(
-        Gradient(**{**gradient, "sums": tuple(gradient["sums"])}) for gradient in data["gradients"]
-    )
-    made["forward"], made["backward"] = Work(**data["forward"]), Work(**data["backward"])
-    return Layer(**made)
-
-
-def _value(data: dict[str, Any]) -> Value:
-    return Value(**{**data, "shape": tuple(data["shape"])})
-
-
-def _tuples(data: Any) -> Any:
-    """JSON's lists as the tuples that they were."""
-    if isinstance(data, list):
-        return tuple(_tuples(item) for item in data)
-    if isinstance(data, dict):
-        return {key: _tuples(value) for key, value in data.items()}
-    return data
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Gives a model back as it was lent, whatever its forward keeps in its modules."""
+"""Restores a model's modules to their state before a traced forward."""
 
 from __future__ import annotations
 

@@ -45,12 +45,12 @@ _HOPE = 8  # candidates of an order that are simulated before the first that fit
 _PATIENCE = 4  # and after its last improvement
 _SETTINGS = 3  # cuts for which orders are synthesised
 _BRANCH_SETTINGS = 2  # the same, of stages that are branches
-_CHOICES = 24  # stages for which a retention is chosen, in all
+_CHOICES = 24  # stages for which a policy is chosen, in all
 _GAIN = 0.98  # synthesised orders and branches are tried if they may take less than this share
 
 
 class Candidate(NamedTuple):
-    """Everything of a plan but the cut.
+    """A point of the search: all of a plan but the cut.
 
     Attributes:
         priced: The graph.
@@ -317,7 +317,7 @@ class _Search:
         self._fastest: dict[str, float] = {}  # by order
         self._vain: Counter[str] = Counter()  # candidates of an order since that was found
         self._settings: Counter[bool] = Counter()  # for which orders were made to measure
-        self._choices = 0  # stages whose retention was chosen
+        self._choices = 0  # stages whose policy was chosen
         self._digest = cache(lambda priced: digest(priced.graph))
         self._balanced = cache(_balanced)
         self._reordered = cache(lambda priced, line, firsts: priced.reordered(line, firsts))
@@ -404,13 +404,13 @@ class _Search:
         self,
         candidate: Candidate,
         partition: Partition,
-        retention: tuple[ActivationPolicy, ...] = (),
+        policies: tuple[ActivationPolicy, ...] = (),
         window: int = 0,
     ) -> OrderSetting:
         return OrderSetting(
             candidate.place(),
             candidate.microbatches,
-            candidate.priced.costs(partition, candidate.ranks, retention, window),
+            candidate.priced.costs(partition, candidate.ranks, policies, window),
             stage_edges(partition),
             self._request.memory,
         )
@@ -487,17 +487,17 @@ class _Search:
                 if choice is None:
                     return True
                 fitting.append(choice)
-            retention = tuple(choice.retention for choice in fitting)
+            policies = tuple(choice.policy for choice in fitting)
             window = max(choice.window for choice in fitting)
-            setting = self._setting(candidate, partition, retention, window)
+            setting = self._setting(candidate, partition, policies, window)
             order = _first_order(candidate, setting)
-            offload = {stage: each.offloaded for stage, each in enumerate(retention)}
+            offload = {stage: each.offloaded for stage, each in enumerate(policies)}
             schedule = lower(order, setting.edges, offload=offload)
             if max(step_memory(schedule, setting.costs)) > request.memory:
                 return True
             simulation = simulate(schedule, setting.costs)
             if max(simulation.peak_memory) <= request.memory:
-                self._keep(candidate, partition, setting, order, simulation, retention=retention)
+                self._keep(candidate, partition, setting, order, simulation, policies=policies)
                 return True
             taken = [
                 priced.taken(partition, stage, choice, in_flight[stage], request.ways)
@@ -515,7 +515,7 @@ class _Search:
         order: Schedule,
         simulation: Simulation,
         recompute: tuple[int, ...] = (),
-        retention: tuple[ActivationPolicy, ...] = (),
+        policies: tuple[ActivationPolicy, ...] = (),
     ) -> None:
         kind: tuple[object, ...] = (order.name,)
         if self._request.order != AUTO:
@@ -543,7 +543,7 @@ class _Search:
             memory=simulation.peak_memory,
             messages=simulation.bytes_sent,
             sums=_sums(order, setting.costs),
-            retention=retention or (ActivationPolicy(),) * partition.stages,
+            retention=policies or (ActivationPolicy(),) * partition.stages,
             window=setting.costs.window,
             host_memory=simulation.host_memory,
             line=graph.order,

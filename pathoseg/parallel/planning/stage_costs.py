@@ -187,15 +187,15 @@ class StageCosts:
         first, stop = partition.bounds[stage : stage + 2]
         return self._always(first, stop, in_flight, ways) + choice.need(in_flight)
 
-    def retained(self, partition: Partition, stage: int, retention: ActivationPolicy) -> Retained:
+    def retained(self, partition: Partition, stage: int, policy: ActivationPolicy) -> Retained:
         """Return the memory, copies and recomputation of a stage under an activation policy."""
-        return retain(self._facts(*partition.bounds[stage : stage + 2]), retention)
+        return retain(self._facts(*partition.bounds[stage : stage + 2]), policy)
 
     def costs(
         self,
         partition: Partition,
         ranks: int,
-        retention: Sequence[ActivationPolicy] = (),
+        policies: Sequence[ActivationPolicy] = (),
         window: int = 0,
     ) -> Costs:
         """Return the costs of these stages on so many ranks, for the simulator.
@@ -208,12 +208,12 @@ class StageCosts:
         Args:
             partition: The stages.
             ranks: Number of ranks, or of teams that share tiles.
-            retention: By stage, what is not kept; empty where all is.
+            policies: By stage, what is not kept; empty where all is.
             window: Bytes of the staging buffer of copies to the host.
         """
         edges = stage_edges(partition)
         stages = [self._stage(partition, stage) for stage in range(partition.stages)]
-        for stage, each in enumerate(retention):
+        for stage, each in enumerate(policies):
             if each != ActivationPolicy():
                 stages[stage] = self._less(partition, stage, stages[stage], each)
         network: Network = self.hardware.network(ranks * self._shards)
@@ -253,18 +253,18 @@ class StageCosts:
         return max(map(sum, zip(before, self._forwards, self._backwards, after, strict=True)))
 
     def _less(
-        self, partition: Partition, stage: int, whole: StageCost, retention: ActivationPolicy
+        self, partition: Partition, stage: int, whole: StageCost, policy: ActivationPolicy
     ) -> StageCost:
         """The stage's cost with less kept."""
         bounds = partition.bounds[stage : stage + 2]
         memory = self._stage_memory(*bounds)
-        retained = self.retained(partition, stage, retention)
-        heard = self._heard_by(*bounds) * retention.runs_again
+        retained = self.retained(partition, stage, policy)
+        heard = self._heard_by(*bounds) * policy.runs_again
         # What both count: gradients that leave are the simulator's.
         leaving = memory.backward_workspace - whole.backward_workspace
         return replace(
             whole,
-            backward=whole.backward + retained.again,
+            backward=whole.backward + retained.recompute_seconds,
             activations=whole.activations - memory.activations + retained.kept + heard,
             forward_workspace=retained.forward_peak - retained.kept,
             backward_workspace=retained.backward_peak - retained.kept - leaving,

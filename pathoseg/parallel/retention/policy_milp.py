@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import ceil, inf
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +22,7 @@ from pathoseg.platform_support import c_function
 Term = tuple[int, float]
 
 # Smaller factors are left out: beside those near 1 they make a solver lose its way.
-_LEAST = 1e-6
+_SMALLEST_FACTOR = 1e-6
 
 
 class Program:
@@ -32,48 +32,50 @@ class Program:
         cost: What one of each variable costs.
         most: Greatest value of each.
         whole: Which are whole numbers.
-        least: What each row is at least.
-        limits: What each row is at most.
+        row_lower: What each row is at least.
+        row_upper: What each row is at most.
     """
 
     def __init__(self) -> None:
         self.cost: list[float] = []
         self.most: list[float] = []
         self.whole: list[bool] = []
-        self.least: list[float] = []
-        self.limits: list[float] = []
+        self.row_lower: list[float] = []
+        self.row_upper: list[float] = []
         self._entries: list[tuple[int, int, float]] = []
 
     def variable(self, cost: float = 0.0, most: float = inf, whole: bool = False) -> int:
-        """A new one's number."""
+        """Add a variable; return its index."""
         self.cost.append(cost)
         self.most.append(most)
         self.whole.append(whole)
         return len(self.cost) - 1
 
     def at_most(self, limit: float, *terms: Term) -> None:
-        """The sum of the terms is at most the limit; factors of one variable add up."""
+        """Add the constraint Σ terms ≤ limit; factors of one variable add up."""
         self._row(-inf, limit, terms)
 
     def equal(self, value: float, *terms: Term) -> None:
-        """The sum of the terms is the value."""
+        """Add the constraint Σ terms = value."""
         self._row(value, value, terms)
 
-    def _row(self, least: float, limit: float, terms: tuple[Term, ...]) -> None:
-        row = len(self.limits)
-        self._entries += [(row, at, factor) for at, factor in terms if abs(factor) > _LEAST]
-        self.least.append(least)
-        self.limits.append(limit)
+    def _row(self, lower: float, upper: float, terms: tuple[Term, ...]) -> None:
+        row = len(self.row_upper)
+        self._entries += [
+            (row, at, factor) for at, factor in terms if abs(factor) > _SMALLEST_FACTOR
+        ]
+        self.row_lower.append(lower)
+        self.row_upper.append(upper)
 
     def matrix(self) -> coo_array:
-        """The rows."""
+        """Return the constraint matrix, shape (rows, variables)."""
         rows, columns, factors = np.array(self._entries).T
         where: tuple[NDArray[np.int64], ...] = (rows.astype(int), columns.astype(int))
-        return coo_array((factors, where), shape=(len(self.limits), len(self.cost)))
+        return coo_array((factors, where), shape=(len(self.row_upper), len(self.cost)))
 
 
-def less(*terms: Term) -> list[Term]:
-    """The terms with the other sign."""
+def negated(*terms: Term) -> list[Term]:
+    """Return the terms with opposite sign."""
     return [(variable, -factor) for variable, factor in terms]
 
 
@@ -100,8 +102,8 @@ def relax(program: Program) -> Relaxed | None:
     from scipy.optimize import linprog  # a second to import, and few plans need it
 
     rows = program.matrix().tocsr()
-    limits = np.array(program.limits)
-    even = limits == np.array(program.least)
+    limits = np.array(program.row_upper)
+    even = limits == np.array(program.row_lower)
     found = linprog(
         program.cost,
         A_ub=rows[~even],
@@ -119,7 +121,7 @@ def solve(program: Program) -> NDArray[np.float64] | None:
     return values
 
 
-def least(program: Program) -> float:
+def lower_bound(program: Program) -> float:
     """Return the solver's lower bound of the cost; inf where the program is infeasible."""
     bound: float | None = _solved(program).mip_dual_bound
     return inf if bound is None else bound
@@ -135,7 +137,9 @@ def _solved(program: Program) -> Any:
             bounds=Bounds(0, np.array(program.most)),
             constraints=[
                 LinearConstraint(
-                    program.matrix().tocsr(), np.array(program.least), np.array(program.limits)
+                    program.matrix().tocsr(),
+                    np.array(program.row_lower),
+                    np.array(program.row_upper),
                 )
             ],
             options={"mip_rel_gap": GAP, "node_limit": _NODES},
@@ -171,7 +175,7 @@ def arrangements(
     options: Sequence[Sequence[PolicyOption]],
     counts: Sequence[Sequence[int]],
 ) -> Iterator[ActivationPolicy]:
-    """Yield retentions in which each option is taken so often.
+    """Yield activation policies in which each option is taken so often.
 
     First the one in which those of a run take turns, as copies hide best; then the one that needs
     least memory.
@@ -213,9 +217,6 @@ def _in_turn(options: Sequence[PolicyOption], numbers: Sequence[int]) -> list[Po
     ]
     return [options[at] for _, at in sorted(places)]
 
-
-_One = TypeVar("_One")
-_Other = TypeVar("_Other")
 
 # What a second of copies, or a window as large as the cap, costs in time where they cost none: no
 # copy is made for nothing.
@@ -290,7 +291,9 @@ class RetentionProgram:
         self._taken: list[list[tuple[int, int]]] = []
         self._take(cap, copying.at_once)
         self._hold(cap, in_flight)
-        self._run(cap, in_flight)
+        window = (self._window, self._beta * cap / self._second_of_copies)
+        given = self._forward(window, in_flight)
+        self._backward(window, in_flight, given)
 
     @property
     def size(self) -> int:
@@ -301,7 +304,7 @@ class RetentionProgram:
         """Return, for each run, the `most` options of least reduced cost and the option of least
         memory."""
         found = []
-        for taken, options in _both(self._taken, self._options):
+        for taken, options in zip(self._taken, self._options, strict=True):
             prices = [sum(reduced_costs[variable] for variable in {*pair}) for pair in taken]
             order = sorted(range(len(options)), key=prices.__getitem__)
             leanest = min(range(len(options)), key=lambda at: options[at].peak)
@@ -316,10 +319,10 @@ class RetentionProgram:
         return [
             [
                 each
-                for pair, each in _both(taken, options)
+                for pair, each in zip(taken, options, strict=True)
                 if sum(reduced_costs[[*{*pair}]]) <= margin
             ]
-            for taken, options in _both(self._taken, self._options)
+            for taken, options in zip(self._taken, self._options, strict=True)
         ]
 
     def choices(self, values: NDArray[np.float64]) -> Iterator[tuple[ActivationPolicy, int]]:
@@ -328,13 +331,13 @@ class RetentionProgram:
         counts = [[round(values[count]) for count, _ in taken] for taken in self._taken]
         largest = max(
             each.largest
-            for some, numbers in _both(self._options, counts)
-            for each, number in _both(some, numbers)
+            for some, numbers in zip(self._options, counts, strict=True)
+            for each, number in zip(some, numbers, strict=True)
             if number
         )
         window = max(largest, ceil(values[self._window] * self._cap)) if largest else 0
-        for retention in arrangements(self._facts, self._runs, self._options, counts):
-            yield retention, window
+        for policy in arrangements(self._facts, self._runs, self._options, counts):
+            yield policy, window
 
     def _take(self, cap: int, at_once: int) -> None:
         """Every block is in one option; the window takes the largest layer, so many times."""
@@ -350,11 +353,12 @@ class RetentionProgram:
                 taken.append((count, used))
             self._taken.append(taken)
             sizes = [
-                (used, at_once * each.largest / cap) for (_, used), each in _both(taken, options)
+                (used, at_once * each.largest / cap)
+                for (_, used), each in zip(taken, options, strict=True)
             ]
             for some in _alternatives(run, sizes):
                 program.at_most(0, *some, (self._window, -1))
-            blocks = [(count, each.blocks) for (count, _), each in _both(taken, options)]
+            blocks = [(count, each.blocks) for (count, _), each in zip(taken, options, strict=True)]
             program.equal(len(run.blocks), *blocks)
 
     def _hold(self, cap: int, in_flight: int) -> None:
@@ -363,12 +367,17 @@ class RetentionProgram:
         always = [(self._window, float(windows(in_flight))), (self._final, in_flight - 1.0)]
         before: list[Term] = []
         early = list(self._early(cap))
-        for number, (taken, options) in enumerate(_both(self._taken, self._options)):
+        for number, (taken, options) in enumerate(zip(self._taken, self._options, strict=True)):
             held = [term for term, runs in early if number in runs]
             common = [*always, *before, *held]
-            kept = [(count, each.kept / cap) for (count, _), each in _both(taken, options)]
+            kept = [
+                (count, each.kept / cap) for (count, _), each in zip(taken, options, strict=True)
+            ]
             if len(self._runs[number].blocks) == 1:
-                peaks = [(count, each.peak / cap) for (count, _), each in _both(taken, options)]
+                peaks = [
+                    (count, each.peak / cap)
+                    for (count, _), each in zip(taken, options, strict=True)
+                ]
                 program.at_most(1, *common, *peaks)
             else:
                 for at, each in enumerate(options):
@@ -383,7 +392,7 @@ class RetentionProgram:
         """Constrain dropped tensors that a later block needs: they stay live once recomputed; an
         option that recomputes more than its own layers cannot provide them so early."""
         program, facts = self.program, self._facts
-        for asking, (taken, options) in enumerate(_both(self._taken, self._options)):
+        for asking, (taken, options) in enumerate(zip(self._taken, self._options, strict=True)):
             for storage in sorted(frozenset().union(*(each.demands for each in options))):
                 maker = facts.saved[storage].maker
                 size = sum(facts.sizes[each] for each in facts.makes[maker] if each in facts.saved)
@@ -392,12 +401,12 @@ class RetentionProgram:
                     for number, run in enumerate(self._runs)
                     if any(storage in unit.storages for block in run.blocks for unit in block.units)
                 )
-                own = [*_both(self._taken[owner], self._options[owner])]
+                own = [*zip(self._taken[owner], self._options[owner], strict=True)]
                 away = [(used, 1.0) for (_, used), each in own if storage in each.away]
                 deep = [(used, 1.0) for (_, used), each in own if storage in each.deep]
                 asked = [
                     (used, 1.0)
-                    for (_, used), each in _both(taken, options)
+                    for (_, used), each in zip(taken, options, strict=True)
                     if storage in each.demands
                 ]
                 there = program.variable(most=1)
@@ -406,67 +415,89 @@ class RetentionProgram:
                     program.at_most(1, *some, *deep)
                 yield (there, size / cap), range(owner + 1, asking + 1)
 
-    def _run(self, cap: int, in_flight: int) -> None:
-        """The time, of which forward and backward take at least what they compute.
+    # Copies are a fluid. After each run of blocks, in the order of a pass: t the time, c what has
+    # been copied, g what the forward gave to be copied, u what the backward has used, and W the
+    # window, all as the time that their copies take; n microbatches are in flight.
+    #
+    #   each pass (1) t' ≥ t + computing               with what is recomputed
+    #             (2) c' - c ≤ t' - t                  copies flow while layers compute
+    #   forward   (3) c ≤ g + (n - 1) · behind         nothing is copied before it is given
+    #             (4) g + (n - 1) · behind - c ≤ W     no more than a window waits to leave
+    #             (5) g - c ≤ behind, at the end; where one window serves both, g ≤ c
+    #   backward  (6) u ≤ c + early                    nothing is used before it is back
+    #             (7) c + early - u ≤ W                no more than a window is back
+    #             (8) g - c ≤ short, at the end; early = ahead - (n - 1) · short, ahead ≤ W
+    #
+    # What a forward leaves `behind` is still there for the next microbatch's, and what a backward
+    # was `short` of is not there for the next: it is the last one in flight that has to do with
+    # the window.
 
-        What a forward gives to be copied beyond what is copied meanwhile is still there for the
-        next microbatch's, and what a backward uses beyond what comes meanwhile is not there for
-        the next: it is the last one in flight that has to do with the window.
-        """
-        program, facts, second = self.program, self._facts, self.second
-        copying, others = self._second_of_copies, in_flight - 1.0
-        window = (self._window, self._beta * cap / copying)
-        given: list[list[Term]] = [[]]  # after each run, what was given to be copied
+    def _forward(self, window: Term, in_flight: int) -> list[list[Term]]:
+        """Constrain the forward; return, ahead of each run and after all, what was given."""
+        program, copying = self.program, self._second_of_copies
+        others = in_flight - 1.0
+        given: list[list[Term]] = [[]]
         clock: list[Term] = []
         copied: list[Term] = []
-        behind = program.variable()  # after each forward
+        behind = program.variable()
         for run, taken, options in zip(self._runs, self._taken, self._options, strict=True):
-            copies = [(count, each.copies / copying) for (count, _), each in _both(taken, options)]
+            copies = [
+                (count, each.copies / copying)
+                for (count, _), each in zip(taken, options, strict=True)
+            ]
             total = program.variable()
             program.equal(0, *given[-1], *copies, (total, -1))
             given.append([(total, 1.0)])
-            computing = sum(facts.forward[at] for block in run.blocks for at in block.layers)
-            clock, copied = self._pass(clock, copied, computing / second, [])
-            program.at_most(0, *copied, *less(*given[-1], (behind, others)))
-            program.at_most(0, *given[-1], *less(*copied, window), (behind, others))
-        tail = [(behind, 1.0)] if windows(in_flight) > 1 else []  # copied beside the backward
-        program.at_most(0, *given[-1], *less(*copied, *tail))
+            clock, copied = self._pass(clock, copied, run, self._facts.forward, [])
+            program.at_most(0, *copied, *negated(*given[-1], (behind, others)))  # (3)
+            program.at_most(0, *given[-1], *negated(*copied, window), (behind, others))  # (4)
+        tail = [(behind, 1.0)] if windows(in_flight) > 1 else []
+        program.at_most(0, *given[-1], *negated(*copied, *tail))  # (5)
         program.cost[clock[0][0]] += 1.0
         program.cost[given[-1][0][0]] += _TIE
-        clock, copied = [], []
-        early: list[Term] = []  # what of the last microbatch was there ahead of its backward
-        short = program.variable()  # after each backward
+        return given
+
+    def _backward(self, window: Term, in_flight: int, given: Sequence[list[Term]]) -> None:
+        """Constrain the backward of what the forward gave to be copied."""
+        program = self.program
+        clock: list[Term] = []
+        copied: list[Term] = []
+        early: list[Term] = []
+        short = program.variable()
         if in_flight > 1:
             ahead = program.variable()
-            program.at_most(0, (ahead, 1.0), *less(window))
-            early = [(ahead, 1.0), (short, -others)]
+            program.at_most(0, (ahead, 1.0), *negated(window))
+            early = [(ahead, 1.0), (short, 1.0 - in_flight)]
         backwards = zip(self._runs, self._taken, self._options, given[:-1], strict=True)
         for run, taken, options, before in reversed([*backwards]):
-            again = [(count, each.again / second) for (count, _), each in _both(taken, options)]
-            computing = sum(facts.backward[at] for block in run.blocks for at in block.layers)
-            clock, copied = self._pass(clock, copied, computing / second, again)
-            used = [*given[-1], *less(*before)]
-            program.at_most(0, *used, *less(*copied, *early))
-            program.at_most(0, *copied, *early, *less(*used, window))
-        program.at_most(0, *given[-1], *less(*copied, (short, 1.0)))
+            again = [
+                (count, each.recompute_seconds / self.second)
+                for (count, _), each in zip(taken, options, strict=True)
+            ]
+            clock, copied = self._pass(clock, copied, run, self._facts.backward, again)
+            used = [*given[-1], *negated(*before)]
+            program.at_most(0, *used, *negated(*copied, *early))  # (6)
+            program.at_most(0, *copied, *early, *negated(*used, window))  # (7)
+        program.at_most(0, *given[-1], *negated(*copied, (short, 1.0)))  # (8)
         program.cost[clock[0][0]] += 1.0
 
     def _pass(
-        self, clock: list[Term], copied: list[Term], computing: float, again: list[Term]
+        self,
+        clock: list[Term],
+        copied: list[Term],
+        run: BlockRun,
+        seconds: Mapping[int, float],
+        again: list[Term],
     ) -> tuple[list[Term], list[Term]]:
         """Return the time and the bytes copied after a run has computed."""
         program = self.program
+        computing = sum(seconds[at] for block in run.blocks for at in block.layers)
         later, more = [(program.variable(), 1.0)], [(program.variable(), 1.0)]
-        program.at_most(-computing, *clock, *again, *less(*later))
-        program.at_most(0, *more, *less(*copied), *clock, *less(*later))
+        program.at_most(-computing / self.second, *clock, *again, *negated(*later))  # (1)
+        program.at_most(0, *more, *negated(*copied), *clock, *negated(*later))  # (2)
         return later, more
 
 
 def _alternatives(run: BlockRun, terms: Sequence[Term]) -> list[Sequence[Term]]:
     """Terms of a run's options in groups of which at most one is not 0."""
     return [terms] if len(run.blocks) == 1 else [[term] for term in terms]
-
-
-def _both(ones: Iterable[_One], others: Iterable[_Other]) -> Iterator[tuple[_One, _Other]]:
-    """Pairs of two that are as long."""
-    return zip(ones, others, strict=True)

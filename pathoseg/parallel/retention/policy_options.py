@@ -21,14 +21,14 @@ from pathoseg.parallel.schedule.costs import Link, Saved
 
 
 @dataclass
-class Walked:
+class RecomputeCost:
     """The memory and the recomputation of some layers, beyond what earlier layers keep.
 
     Attributes:
         forward_peak: Most bytes in their forward, what is kept included.
         backward_peak: Likewise in their backward.
         seconds: Of the forwards that run again.
-        again: How many bytes are made again.
+        recomputed: Bytes that are recomputed and stay until their own backward.
         needed: By offloaded storage, the seconds after the backward's start when it is needed.
         demands: Saved storages of earlier layers that the recomputation reads.
     """
@@ -36,20 +36,20 @@ class Walked:
     forward_peak: int = 0
     backward_peak: int = 0
     seconds: float = 0.0
-    again: int = 0
+    recomputed: int = 0
     needed: dict[int, float] = field(default_factory=dict)
     demands: set[int] = field(default_factory=set)
 
 
-def walk(
+def simulate_recomputation(
     facts: StageFacts,
     layers: range,
     own: Collection[int],
     dropped: Collection[int],
     offloaded: Collection[int],
     twice: Collection[int] = (),
-) -> Walked:
-    """Replay the forward and backward of some layers of a stage on paper.
+) -> RecomputeCost:
+    """Simulate the forward and backward of some layers of a stage under an activation policy.
 
     Storages that are neither dropped nor offloaded are kept to the end of the first saver's
     backward. A dropped one is made again when the backward first needs it, with all that this
@@ -59,28 +59,30 @@ def walk(
 
     Args:
         facts: The stage.
-        layers: The layers to walk through: all, or some consecutive ones.
-        own: The saved storages that count; others are taken to be at hand, and for nothing.
+        layers: The layers: all of the stage, or some consecutive ones.
+        own: The saved storages that count; others are taken to be on the device at no cost.
         dropped: Those of them that are recomputed.
         offloaded: Those of them that are in host memory.
-        twice: Those that are dropped and, where recomputed ones behind them need them, made in
-            passing: they go when these have read them, and are made again for their own backward.
+        twice: Those of them that are recomputed twice: once in passing, freed as soon as the
+            recomputed layers behind have read them, and again for their own backward.
     """
-    state = _State(facts, layers, own=own, once=dropped, twice=twice, offloaded=offloaded)
-    state.forward()
-    state.backward()
-    return state.found
+    simulation = _RecomputeSimulation(
+        facts, layers, own=own, once=dropped, twice=twice, offloaded=offloaded
+    )
+    simulation.forward()
+    simulation.backward()
+    return simulation.cost
 
 
-class _Run(NamedTuple):
+class _RecomputeRun(NamedTuple):
     """A layer that runs again: in passing for layers behind it alone, or for its own backward."""
 
     layer: int
     passing: bool
 
 
-class _State:
-    """The state of layers on paper."""
+class _RecomputeSimulation:
+    """Replays a forward and a backward of some layers and counts the bytes that are live."""
 
     def __init__(
         self,
@@ -92,7 +94,7 @@ class _State:
         twice: Collection[int],
         offloaded: Collection[int],
     ) -> None:
-        self._facts, self._layers, self.found = facts, layers, Walked()
+        self._facts, self._layers, self.cost = facts, layers, RecomputeCost()
         self._own, self._twice, self._offloaded = own, twice, offloaded
         self._dropped = {*once, *twice}
         self._made: set[int] = set()  # dropped storages that are there again
@@ -107,7 +109,7 @@ class _State:
         self._clock = 0.0
 
     def forward(self) -> None:
-        facts, found = self._facts, self.found
+        facts, cost = self._facts, self.cost
         held = 0
         freed: dict[int, int] = {}
         for index in self._own:  # what earlier layers made
@@ -117,7 +119,7 @@ class _State:
                     end = facts.alive[index]
                     freed[end] = freed.get(end, 0) + facts.sizes[index]
         for at in self._layers:
-            found.forward_peak = max(found.forward_peak, held + facts.forward_peak[at])
+            cost.forward_peak = max(cost.forward_peak, held + facts.forward_peak[at])
             for index in facts.makes[at]:
                 size, end = facts.sizes[index], facts.alive[index]
                 is_kept = index in facts.saved and self._is_kept(index)
@@ -126,10 +128,10 @@ class _State:
                 if end > at and not is_kept:
                     freed[end] = freed.get(end, 0) + size
             held -= freed.get(at, 0)
-        found.forward_peak = max(found.forward_peak, held)
+        cost.forward_peak = max(cost.forward_peak, held)
 
     def backward(self) -> None:
-        facts, found = self._facts, self.found
+        facts, cost = self._facts, self.cost
         for at in reversed(self._layers):
             needed = [index for index in facts.saves[at] if index in self._own]
             missing = [i for i in needed if i in self._dropped and i not in self._made]
@@ -139,7 +141,7 @@ class _State:
                 if index in self._offloaded:
                     self._fetch(index)
             peak = self._held + facts.passed[at] + facts.backward_peak[at]
-            found.backward_peak = max(found.backward_peak, peak)
+            cost.backward_peak = max(cost.backward_peak, peak)
             self._clock += facts.backward[at]
             for index in self._ending.get(at, ()):
                 self._release(index)
@@ -160,45 +162,45 @@ class _State:
             self._held -= self._facts.sizes[index]
 
     def _fetch(self, index: int) -> None:
-        self.found.needed.setdefault(index, self._clock)
+        self.cost.needed.setdefault(index, self._clock)
         if index not in self._back:
             self._back.add(index)
             self._held += self._facts.sizes[index]
 
     def _make_again(self, missing: list[int], at: int) -> None:
         """Run the layers that the missing storages take, while the backward is at a layer."""
-        facts, found = self._facts, self.found
+        facts, cost = self._facts, self.cost
         runs = self._runs_of(missing, at)
         last_reads = self._last_reads(runs)
-        leaving: dict[_Run, list[int]] = {}
+        leaving: dict[_RecomputeRun, list[int]] = {}
         temporary = 0
         for run in sorted(runs):
             layer, passing = run
             peak = self._held + temporary + facts.passed[at] + facts.forward_peak[layer]
-            found.backward_peak = max(found.backward_peak, peak)
-            found.seconds += facts.forward[layer]
+            cost.backward_peak = max(cost.backward_peak, peak)
+            cost.seconds += facts.forward[layer]
             self._clock += facts.forward[layer]
             for index in facts.makes[layer]:
                 size = facts.sizes[index]
                 if self._stays(index, at, passing):
                     self._made.add(index)
                     self._held += size
-                    found.again += size
+                    cost.recomputed += size
                 elif (index, passing) in last_reads:
                     temporary += size
                     leaving.setdefault(last_reads[index, passing], []).append(size)
             temporary -= sum(leaving.pop(run, ()))
 
-    def _runs_of(self, missing: list[int], at: int) -> set[_Run]:
+    def _runs_of(self, missing: list[int], at: int) -> set[_RecomputeRun]:
         """Return the runs that missing storages take; fetch what these read in host memory."""
         facts = self._facts
-        runs: set[_Run] = set()
+        runs: set[_RecomputeRun] = set()
         asked = [(index, self._in_passing(index, False)) for index in missing]
         while asked:
             index, passing = asked.pop()
             saved = facts.saved.get(index)
             layers = facts.makers[index], *(saved.writers if saved else ())
-            new = {_Run(layer, passing) for layer in layers} - runs
+            new = {_RecomputeRun(layer, passing) for layer in layers} - runs
             runs |= new
             for layer, _ in new:
                 for read in facts.reads[layer]:
@@ -212,9 +214,9 @@ class _State:
                         asked.append((read, how))
         return runs
 
-    def _last_reads(self, runs: set[_Run]) -> dict[tuple[int, bool], _Run]:
+    def _last_reads(self, runs: set[_RecomputeRun]) -> dict[tuple[int, bool], _RecomputeRun]:
         """Return, by storage that one of the runs makes and whether in passing, its last reader."""
-        found: dict[tuple[int, bool], _Run] = {}
+        found: dict[tuple[int, bool], _RecomputeRun] = {}
         for run in sorted(runs):
             for read in self._facts.reads[run.layer]:
                 how = self._in_passing(read, run.passing)
@@ -239,7 +241,7 @@ class _State:
     def _at_hand(self, index: int, at: int, passing: bool) -> bool:
         if index not in self._own:
             if self._facts.makers[index] not in self._layers and index in self._facts.saved:
-                self.found.demands.add(index)
+                self.cost.demands.add(index)
                 return True
             return False
         if index in self._dropped:
@@ -253,8 +255,8 @@ class Retained:
 
     Attributes:
         kept: Bytes on the device between the forward and the backward, without what was received.
-        recomputed: Bytes that are made again.
-        again: Seconds that this takes.
+        recomputed: Bytes that are recomputed.
+        recompute_seconds: Seconds that this takes.
         forward_peak: Most bytes in the forward, without the windows.
         backward_peak: Likewise in the backward.
         tensors: What is offloaded, by name of the layer.
@@ -262,7 +264,7 @@ class Retained:
 
     kept: int
     recomputed: int
-    again: float
+    recompute_seconds: float
     forward_peak: int
     backward_peak: int
     tensors: Mapping[str, Saved]
@@ -277,10 +279,10 @@ class Retained:
         return sum(saved.bytes for saved in self.tensors.values())
 
 
-def retain(facts: StageFacts, retention: ActivationPolicy) -> Retained:
+def retain(facts: StageFacts, policy: ActivationPolicy) -> Retained:
     """Return what a stage holds and runs again under an activation policy."""
-    away, again = set(retention.offloaded), set(retention.recomputed)
-    more = set(retention.twice)
+    away, again = set(policy.offloaded), set(policy.recomputed)
+    more = set(policy.twice)
     dropped: set[int] = set()
     twice: set[int] = set()
     copied: dict[str, list[int]] = {}
@@ -293,13 +295,13 @@ def retain(facts: StageFacts, retention: ActivationPolicy) -> Retained:
         elif name in away and saved.bytes >= SMALL:
             copied.setdefault(name, []).append(index)
     offloaded = {index for indices in copied.values() for index in indices}
-    walked = walk(facts, facts.layers, facts.saved, dropped, offloaded, twice)
+    cost = simulate_recomputation(facts, facts.layers, facts.saved, dropped, offloaded, twice)
     ends = dict(zip(facts.layers, accumulate(facts.forward.values()), strict=True))
     tensors = {
         name: Saved(
             sum(facts.sizes[index] for index in indices),
             max(ends[_finished(facts.saved[index])] for index in indices),
-            min(walked.needed[index] for index in indices),
+            min(cost.needed[index] for index in indices),
         )
         for name, indices in copied.items()
     }
@@ -307,10 +309,10 @@ def retain(facts: StageFacts, retention: ActivationPolicy) -> Retained:
         sum(
             s.bytes for index, s in facts.saved.items() if index not in dropped | offloaded | twice
         ),
-        walked.again,
-        walked.seconds,
-        walked.forward_peak,
-        walked.backward_peak,
+        cost.recomputed,
+        cost.seconds,
+        cost.forward_peak,
+        cost.backward_peak,
         tensors,
     )
 
@@ -351,7 +353,7 @@ class PolicyOption:
         twice: Likewise.
         kept: Bytes that stay on the device.
         copies: Seconds that the copies take, each way.
-        again: Seconds of the forwards that run again.
+        recompute_seconds: Seconds of the forwards that run again.
         peak: Most bytes in the backward, beyond what earlier blocks keep.
         largest: Most bytes of one layer that are copied.
         demands: Saved storages of earlier layers that the recomputation reads; their own block has
@@ -366,7 +368,7 @@ class PolicyOption:
     twice: tuple[int, ...]
     kept: int
     copies: float
-    again: float
+    recompute_seconds: float
     peak: int
     largest: int
     demands: frozenset[int]
@@ -461,12 +463,14 @@ def _useful(options: Sequence[PolicyOption]) -> list[PolicyOption]:
     Of many equal blocks some take one of these and some another: nothing in between is missed.
     """
     most = max(each.kept for each in options) or 1
-    slowest = max(max(each.again, each.copies) for each in options) or 1.0
+    slowest = max(max(each.recompute_seconds, each.copies) for each in options) or 1.0
     found: dict[int, None] = {}
     for memory in (2.0**power / most * slowest for power in range(-10, 4)):
         for copies in _PRICES:
             costs = [
-                each.again + each.copies * copies + (each.kept + _PEAK * each.peak) * memory
+                each.recompute_seconds
+                + each.copies * copies
+                + (each.kept + _PEAK * each.peak) * memory
                 for each in options
             ]
             found[min(range(len(options)), key=costs.__getitem__)] = None
@@ -520,7 +524,9 @@ def _option(
             by_way["keep" if way == "offload" and small else way].add(index)
     once, twice, copied = by_way["recompute"], by_way["twice"], by_way["offload"]
     dropped = once | twice
-    walked = walk(facts, range(first, blocks[-1].layers.stop), own, once, copied, twice)
+    cost = simulate_recomputation(
+        facts, range(first, blocks[-1].layers.stop), own, once, copied, twice
+    )
     sizes = [facts.sizes[index] for index in copied]
     return PolicyOption(
         len(blocks),
@@ -529,8 +535,8 @@ def _option(
         tuple(u.maker - first for u in units if chosen.get(u.maker) == "twice"),
         sum(facts.sizes[index] for index in by_way["keep"]),
         len(sizes) * host.alpha + sum(sizes) * host.beta,
-        walked.seconds,
-        walked.backward_peak,
+        cost.seconds,
+        cost.backward_peak,
         max(
             (
                 sum(facts.sizes[index] for index in unit.storages if index in copied)
@@ -538,7 +544,7 @@ def _option(
             ),
             default=0,
         ),
-        frozenset(walked.demands),
+        frozenset(cost.demands),
         frozenset(dropped | copied),
         frozenset(index for index in dropped if _is_deep(facts, index, dropped)),
     )
@@ -569,7 +575,9 @@ def _best(
         groups.setdefault((each.blocks, each.demands, gone, deep), []).append(each)
     kept: list[PolicyOption] = []
     for group in groups.values():
-        costs = np.array([(p.kept, p.copies, p.again, p.peak, p.largest) for p in group])
+        costs = np.array(
+            [(p.kept, p.copies, p.recompute_seconds, p.peak, p.largest) for p in group]
+        )
         best: list[int] = []
         for index in np.lexsort(costs.T[::-1]):
             if not best or not (costs[best] <= costs[index]).all(1).any():

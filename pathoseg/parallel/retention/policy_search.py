@@ -12,7 +12,7 @@ from pathoseg.parallel.retention.policy_milp import (
     GAP,
     Copying,
     RetentionProgram,
-    least,
+    lower_bound,
     relax,
     solve,
     windows,
@@ -52,12 +52,12 @@ class Choice:
     """The activation policy chosen for a stage.
 
     Attributes:
-        retention: The layers.
+        policy: The layers.
         window: Bytes that may wait to be copied to the host, and as many that may be back early.
         retained: What comes of it.
     """
 
-    retention: ActivationPolicy
+    policy: ActivationPolicy
     window: int
     retained: Retained
 
@@ -122,17 +122,17 @@ class Chooser:
         options and copies as a fluid; inf if none fits."""
         self._prepare()
         posed = self._whole(cap, in_flight)
-        return least(posed.program) * posed.second
+        return lower_bound(posed.program) * posed.second
 
     def seconds(self, choice: Choice, in_flight: int = 1) -> float:
         """Return the simulated seconds of a microbatch with so many in flight."""
         cost = StageCost(
             sum(self._facts.forward.values()),
-            sum(self._facts.backward.values()) + choice.retained.again,
+            sum(self._facts.backward.values()) + choice.retained.recompute_seconds,
             tensors=choice.retained.tensors,
         )
         order = gpipe(linear(1), 2 * in_flight, in_flight)
-        lowered = lower(order, offload={0: choice.retention.offloaded})
+        lowered = lower(order, offload={0: choice.policy.offloaded})
         costs = Costs((cost,), host=self._host, window=choice.window)
         return float(simulate(lowered, costs).time) / (2 * in_flight)
 
@@ -164,9 +164,9 @@ class Chooser:
         while large - small > _FINE * large:
             room = (small + large) // 2
             answers = [
-                Choice(retention, window, retain(self._facts, retention))
+                Choice(policy, window, retain(self._facts, policy))
                 for answer in self._solved(self._freest, room, in_flight, inf)
-                for retention, window in answer
+                for policy, window in answer
             ]
             found += answers
             small, large = (small, room) if answers else (room, large)
@@ -183,8 +183,7 @@ class Chooser:
             missing = 0
             for answer in self._solved(copying, room, in_flight, fastest):
                 choices = [
-                    Choice(retention, window, retain(self._facts, retention))
-                    for retention, window in answer
+                    Choice(policy, window, retain(self._facts, policy)) for policy, window in answer
                 ]
                 missing = min(choice.need(in_flight) for choice in choices) - cap
                 if missing <= 0:

@@ -35,7 +35,7 @@ class SavedStorage:
 
 @dataclass(frozen=True)
 class StageFacts:
-    """All that decides what a retention of a stage's layers costs.
+    """All that decides what an activation policy of a stage costs.
 
     The mappings are by position of a layer, or by index of a storage, of the stage.
 
@@ -141,7 +141,7 @@ def stage_facts(
 
 @dataclass(frozen=True)
 class Unit:
-    """The saved storages of one layer: what a retention decides on.
+    """The saved storages of one layer: what an activation policy decides on.
 
     Attributes:
         maker: Position of the layer.
@@ -298,7 +298,7 @@ def _blocks(
 
 
 def _signature(facts: StageFacts, block: Block, moved: bool = False) -> Hashable:
-    """Equal for blocks whose every choice costs the same.
+    """Return a key that is equal for blocks on which every policy costs the same.
 
     If moved, also for blocks that read other storages, made as far ahead of them.
     """

@@ -46,7 +46,7 @@ from pathoseg.parallel.activations.streams import Streams
 from pathoseg.parallel.comm.transport import Transport
 from pathoseg.parallel.graph.layer_graph import Partition
 from pathoseg.parallel.runtime.grad_clip import ClippedStep
-from pathoseg.parallel.runtime.messages import MessageChannel, MessageRoute
+from pathoseg.parallel.runtime.messages import MessageChannel, MessageRoute, Messages
 from pathoseg.parallel.runtime.reduction import GradientReduction
 from pathoseg.parallel.runtime.stage import Pass, Stage, edge_values
 from pathoseg.parallel.runtime.step_trace import StepTrace
@@ -244,7 +244,7 @@ class _Execution:
         self._setup, self._stages = setup, setup.stages
         self._actions, self._pass, self._microbatches = actions, this, microbatches
         self._trace = trace
-        self._messages = channel.begin(actions, microbatches.sizes, this.training, trace)
+        self._messages = Messages(channel, actions, microbatches.sizes, this.training, trace)
         self._outbox: dict[Action, Tensor | None] = {}
         self._joined: dict[tuple[int, int | None], list[tuple[Action, float]]] = {}
         self._copies = Counter(
@@ -264,12 +264,12 @@ class _Execution:
     def run(self) -> None:
         """Run all actions in turn, and wait until all that was sent has left."""
         stage_offload = self._setup.stage_offload
-        turns = stage_offload.turns(self._actions)
+        needs = stage_offload.needs_by_position(self._actions)
         for position, action in enumerate(self._actions):
             self.doing = action
             self._messages.post(position)  # (1)
             with (
-                stage_offload.during(turns.get(position), changed_by(action.kind)),  # (2)
+                stage_offload.during(needs.get(position), changed_by(action.kind)),  # (2)
                 nullcontext() if self._trace is None else self._trace.during(action),
             ):
                 self._perform(action)

@@ -74,7 +74,7 @@ class Memory:
         twice: By stage, the layers whose storages are recomputed twice.
         window: Bytes on a device that may wait to be copied to the host, and as many that may be
             back ahead of their use.
-        form: The mode of the copies to the host.
+        mode: The mode of the copies to the host.
         device_bytes: By rank of the schedule, the predicted peak of device memory; empty where
             none is.
         host_bytes: Likewise, the predicted peak of host memory; empty where none is.
@@ -85,14 +85,14 @@ class Memory:
     recomputed: Mapping[int, Sequence[str]] = field(default_factory=dict)
     twice: Mapping[int, Sequence[str]] = field(default_factory=dict)
     window: int = 0
-    form: OffloadMode = OffloadMode.OVERLAPPED
+    mode: OffloadMode = OffloadMode.OVERLAPPED
     device_bytes: tuple[int, ...] = ()
     host_bytes: tuple[int, ...] = ()
     parked: Set[Park] = frozenset()
 
     def on_host(self, rank: int) -> int:
         """Return the planned bytes of a rank's offloaded activations; 0 without a plan."""
-        if not self.host_bytes or self.form is OffloadMode.NONE:
+        if not self.host_bytes or self.mode is OffloadMode.NONE:
             return 0
         return self.host_bytes[rank]
 
@@ -100,7 +100,7 @@ class Memory:
         """Return the planned peak bytes of a rank's device; 0 without a plan."""
         return self.device_bytes[rank] if self.device_bytes else 0
 
-    def retentions(self, schedule: Schedule) -> dict[int, ActivationPolicy]:
+    def policies(self, schedule: Schedule) -> dict[int, ActivationPolicy]:
         """Return the activation policy of each stage of a schedule.
 
         Raises:

@@ -142,35 +142,25 @@ class MessageChannel:
         self.layouts: dict[tuple[object, ...], Layout] = {}
         self._without_gradient = without_gradient
 
-    def begin(
-        self,
-        actions: Sequence[Action],
-        sizes: Sequence[int],
-        training: bool,
-        trace: StepTrace | None,
-    ) -> Messages:
-        """Return the messages of a pass, of which none has been sent or posted.
-
-        Args:
-            actions: The rank's list of actions; empty microbatches left out.
-            sizes: Samples of each microbatch.
-            training: Whether the model is in training mode.
-            trace: Records each SEND, from its start until it has left.
-        """
-        return Messages(self, actions, sizes, training, trace)
-
     def has_tensor(self, send: Action) -> bool:
         """Return False for a SEND that never carries a tensor: a gradient where there is none."""
         return _is_forward(send) or send.edge not in self._without_gradient
 
 
 class Messages:
-    """The sends and receives of one pass; made by `MessageChannel.begin`.
+    """The sends and receives of one pass, of which none has been sent or posted at first.
 
     `post`, `send` and `receive` are called as the actions run, in their order; `finish` at the end.
     A pass that is given up runs to its end all the same, so that no rank waits for a message that
     never comes: what is not computed is sent as zeros, or announced as given up where the receiver
     knows no layout yet.
+
+    Args:
+        channel: The rank's.
+        actions: The rank's list of actions; empty microbatches left out.
+        sizes: Samples of each microbatch.
+        training: Whether the model is in training mode.
+        trace: Records each SEND, from its start until it has left.
 
     Attributes:
         given_up: True once this rank, or the sender of a message that came, has given up.

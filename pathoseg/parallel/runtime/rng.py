@@ -76,8 +76,9 @@ class Randomness:
             microbatch: Its number in the step.
 
         Yields:
-            A function to call with each layer's position before it runs, which seeds PyTorch's
-            generators by (seed, step, microbatch, layer); None where no layer draws.
+            A function to call with each layer's position before it runs: it seeds torch's,
+            NumPy's and Python's generators by (seed, step, microbatch, layer); None where no
+            layer draws.
         """
         drawing = self._drawing
         if drawing is not None:

@@ -25,7 +25,7 @@ from pathoseg.giving_up import (
 from pathoseg.gradient_step import LossScale, load_by_name
 from pathoseg.parallel.activations.offload import Copies, OffloadMode, copies_of
 from pathoseg.parallel.activations.stage_offload import Park, StageOffload, parked_bytes
-from pathoseg.parallel.activations.streams import streams_of
+from pathoseg.parallel.activations.streams import Streams, streams_of
 from pathoseg.parallel.comm.subgroup import Subgroup
 from pathoseg.parallel.comm.transport import Transport
 from pathoseg.parallel.graph.activation_policy import ActivationPolicy
@@ -113,69 +113,43 @@ class Runner:
         memory: Memory | None = None,
         shards: int = 1,
     ) -> None:
-        memory = memory or Memory()
         self.device, self._model, self._training = device, traced.model, training
-        self._world, self._shards, self._memory = world, shards, memory
-        self._sharding: Sharding | None = None
-        transport = world
-        if shards > 1:
-            transport, self._sharding = _in_strips(traced, schedule, world, shards, memory)
-        self._transport, rank = transport, transport.rank
-        check_fit(partition, schedule, transport)
-        whole = schedule.expanded()
-        self._placement = whole.placement
-        self._rank_parameters = RankParameters(
-            traced.model, traced.graph, partition, whole.placement, rank
-        )
-        compared = {
-            "model": traced.graph.structure,
-            "stages": str(partition.bounds),
-            "schedule": str(schedule),
-            "precision, clipping or seed": f"{training.dtype} {training.clip} {training.seed}",
-            "weights": self._rank_parameters.digest(),
+        self._world, self._shards, self._memory = world, shards, memory or Memory()
+        # What has to precede what:
+        # (1) Ranks agree while each still has the whole model, whose weights are compared, and
+        #     before any of it is changed.
+        # (2) The model settles: stages of other ranks lose their memory. Optimizer, sums and stages
+        #     take the parameters that are then on the device.
+        # (3) Sums read the layouts of parameters, which parked ones no longer have.
+        # (4) Hosts are compared before memory is taken for copies; then stages are parked.
+        # (5) Stages are given the copies of activations, and the executor all of the above.
+        whole = self._agree(traced, partition, schedule)  # (1)
+        rank = self._transport.rank
+        self._rank_parameters.settle(device)  # (2)
+        policies = {
+            stage: policy
+            for stage, policy in self._memory.policies(whole).items()
+            if rank in whole.placement.holders(stage)
         }
-        compare_ranks(transport, compared)
-        self._prepare(whole)
-        self._rank_parameters.settle(device)
-        held = [stage for stage in range(whole.stages) if rank in whole.placement.holders(stage)]
-        every = memory.retentions(whole)
-        retentions = {stage: every[stage] for stage in held}
-        mine = set(self._rank_parameters.own)
         trained = {
             name: parameter
             for name, parameter in self._rank_parameters.parameters.items()
             if parameter.requires_grad
         }
+        mine = set(self._rank_parameters.own)
         self.own = {name: parameter for name, parameter in trained.items() if name in mine}
         self.optimizer = _optimizer_of([*self.own.values()], training.optimizer)
-        parked = memory.parked if memory.form is not OffloadMode.NONE else frozenset()
-        stages = {stage: self._rank_parameters.of(stage) for stage in held}
-        sizes = [parked_bytes(parked, each, training.optimizer) for each in stages.values()]
-        host_bytes = memory.on_host(rank)
-        computes = device.type == "cpu" and bool(memory.device_bytes)
-        taken = host_bytes + sum(sizes) + computes * memory.on_device(rank)
-        compare_hosts(world, taken, computes)
+        reductions = self._make_reductions(whole, policies)  # (3)
         streams = streams_of(device)
-        copies: Copies | None = None
-        if any(retention.offloaded for retention in retentions.values()):
-            turns = take_turns(whole.lists[rank])
-            copies = copies_of(memory.form, streams, device, memory.window, host_bytes, turns)
-        # Before parameters are parked: it reads their layouts.
-        reductions = self._make_reductions(whole, held)
-        stage_copies: Copies | None = None
-        if parked:
-            most = max(sizes, default=0)
-            stage_copies = copies_of(memory.form, streams, device, most, sum(sizes))
-        self._stage_offload = StageOffload(parked, stages, self.optimizer, stage_copies)
-        parks = Park.PARAMETERS in parked
-        self._stages = self._make_stages(traced, partition, whole, retentions, copies, parks)
+        copies, self._stage_offload = self._make_copies(whole, policies, streams)  # (4)
+        self._stages = self._make_stages(traced, partition, whole, policies, copies)  # (5)
         counted = [name for name in self._rank_parameters.told if name in trained]
-        norm = GradientNorm(trained, counted, transport, device, self._stage_offload)
+        norm = GradientNorm(trained, counted, self._transport, device, self._stage_offload)
         self._scale = LossScale(training.dtype is torch.float16)
         self._begun: dict[str, torch.Tensor] = {}  # what is held, ahead of the step under way
         self._executor = Executor(
             RankSetup(
-                transport=transport,
+                transport=self._transport,
                 schedule=whole,
                 stages=self._stages,
                 reductions=reductions,
@@ -193,14 +167,71 @@ class Runner:
         self.reads_inputs = frozenset(m for _, stage, m in visits if partition.inputs[stage])
         self.reads_targets = frozenset(m for _, stage, m in visits if self._stages[stage].is_last)
 
+    def _agree(self, traced: Traced, partition: Partition, schedule: Schedule) -> Schedule:
+        """Compare what the ranks run; return the schedule with its copies in all groups.
+
+        Raises:
+            PathosegError: Stages, schedule and transport do not fit, or ranks differ.
+        """
+        self._transport = self._world
+        self._sharding: Sharding | None = None
+        if self._shards > 1:
+            self._transport, self._sharding = _in_strips(
+                traced, schedule, self._world, self._shards, self._memory
+            )
+        check_fit(partition, schedule, self._transport)
+        whole = schedule.expanded()
+        self._placement = whole.placement
+        self._rank_parameters = RankParameters(
+            traced.model, traced.graph, partition, whole.placement, self._transport.rank
+        )
+        training = self._training
+        compared = {
+            "model": traced.graph.structure,
+            "stages": str(partition.bounds),
+            "schedule": str(schedule),
+            "precision, clipping or seed": f"{training.dtype} {training.clip} {training.seed}",
+            "weights": self._rank_parameters.digest(),
+        }
+        compare_ranks(self._transport, compared)
+        self._prepare(whole)
+        return whole
+
+    def _make_copies(
+        self, schedule: Schedule, policies: Mapping[int, ActivationPolicy], streams: Streams
+    ) -> tuple[Copies | None, StageOffload]:
+        """Make the copies of activations, None where none leave, and park what waits of stages.
+
+        Raises:
+            PathosegError: A host has less memory than its ranks will take.
+        """
+        memory, device, rank = self._memory, self.device, self._transport.rank
+        stages = {stage: self._rank_parameters.of(stage) for stage in policies}
+        parked = memory.parked if memory.mode is not OffloadMode.NONE else frozenset()
+        sizes = [parked_bytes(parked, each, self._training.optimizer) for each in stages.values()]
+        host_bytes = memory.on_host(rank)
+        computes = device.type == "cpu" and bool(memory.device_bytes)
+        taken = host_bytes + sum(sizes) + computes * memory.on_device(rank)
+        compare_hosts(self._world, taken, computes)
+        copies: Copies | None = None
+        if any(policy.offloaded for policy in policies.values()):
+            shares_window = take_turns(schedule.lists[rank])
+            copies = copies_of(
+                memory.mode, streams, device, memory.window, host_bytes, shares_window
+            )
+        stage_copies: Copies | None = None
+        if parked:
+            most = max(sizes, default=0)
+            stage_copies = copies_of(memory.mode, streams, device, most, sum(sizes))
+        return copies, StageOffload(parked, stages, self.optimizer, stage_copies)
+
     def _make_stages(
         self,
         traced: Traced,
         partition: Partition,
         schedule: Schedule,
-        retentions: Mapping[int, ActivationPolicy],
+        policies: Mapping[int, ActivationPolicy],
         copies: Copies | None,
-        parks: bool,
     ) -> dict[int, Stage]:
         recomputed = {stage for _, stage, _ in schedule.setting.recomputed}
         is_single = schedule.placement.replicas == 1
@@ -212,12 +243,12 @@ class Runner:
                 self._training,
                 self.device,
                 alone=is_single and number not in recomputed and _in_order(schedule, number),
-                retention=retention,
+                policy=policy,
                 copies=copies,
-                parks=parks,
+                parks=self._stage_offload.parks_parameters,
                 sharding=self._sharding,
             )
-            for number, retention in retentions.items()
+            for number, policy in policies.items()
         }
 
     def _make_reductions(

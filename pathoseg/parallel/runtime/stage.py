@@ -35,7 +35,7 @@ from pathoseg.device import widest
 from pathoseg.errors import PathosegError
 from pathoseg.gradient_step import loss_sum
 from pathoseg.parallel.activations.offload import Copies
-from pathoseg.parallel.activations.rematerialize import Away, Piece
+from pathoseg.parallel.activations.rematerialize import OffloadedPiece, Piece
 from pathoseg.parallel.activations.running_statistics import (
     STATISTICS,
     RunningStatistics,
@@ -47,7 +47,8 @@ from pathoseg.parallel.graph.layer_graph import Partition, StageEdge
 from pathoseg.parallel.graph.traced import Traced
 from pathoseg.parallel.runtime.rng import Randomness
 from pathoseg.parallel.schedule.action import Edge, numbered
-from pathoseg.parallel.shards.sharding import Sharding, whole
+from pathoseg.parallel.shards.sharding import Sharding
+from pathoseg.parallel.shards.strip import whole
 
 # (model output, targets) -> losses of shape (samples,)
 Loss = Callable[[Any, Any], Tensor]
@@ -139,7 +140,7 @@ class Stage:
         device: The device on which it runs.
         alone: Whether there is one copy, which runs each forward once and in the order of the
             microbatches: then layers keep running state of any kind by themselves.
-        retention: The layers whose saved tensors are offloaded or recomputed.
+        policy: The layers whose saved tensors are offloaded or recomputed.
         copies: Copies to the host, where it offloads.
         parks: Whether its parameters may leave the device between its visits.
         sharding: Cuts its tiles into strips, of which this rank has one; None leaves them whole.
@@ -162,7 +163,7 @@ class Stage:
         training: Training,
         device: torch.device,
         alone: bool,
-        retention: ActivationPolicy,
+        policy: ActivationPolicy,
         copies: Copies | None,
         parks: bool = False,
         sharding: Sharding | None = None,
@@ -180,16 +181,16 @@ class Stage:
         self._device, self._dtype = device, training.dtype
         self._layers = layers
         self._segment = self._segment_of_steps = traced.segment(layers)
-        self._compiles = training.compiles and not retention.runs_again and sharding is None
+        self._compiles = training.compiles and not policy.runs_again and sharding is None
         self._randomness = Randomness(traced, layers, training.seed, device)
         self._returned = set(traced.graph.outputs) if self.is_last else set()
         self._visits: dict[int, _Visit] = {}
-        self._hooks = SavedTensorHooks(traced, layers, number, retention, copies, parks)
+        self._hooks = SavedTensorHooks(traced, layers, number, policy, copies, parks)
         self._copies = copies
         self._sharding = sharding
         self._to_check: dict[str, Tensor] = {}
         self._frozen: dict[str, nn.Parameter] = {}
-        if not alone or retention.runs_again:
+        if not alone or policy.runs_again:
             used = (name for at in layers for name in traced.graph.layers[at].parameters)
             untrained = (name for name in used if not traced.graph.parameters[name].trained)
             self._frozen = {name: traced.model.get_parameter(name) for name in untrained}
@@ -339,7 +340,7 @@ class Stage:
         if self._copies is None or visit is None or not visit.away:
             return
         pieces = [known() for known in visit.away]
-        self._copies.ask([piece.ticket for piece in pieces if isinstance(piece, Away)])
+        self._copies.ask([piece.ticket for piece in pieces if isinstance(piece, OffloadedPiece)])
         visit.away = []
 
     def _run(

@@ -55,11 +55,11 @@ def bidirectional_of(
         placement,
         chain(placement.stages),
         replica_of,
-        tuple(tuple(event.action for event in sorted(each, key=_turn)) for each in merged),
+        tuple(tuple(event.action for event in sorted(each, key=_start_order)) for each in merged),
     )
 
 
-def _turn(event: Event) -> tuple[float, bool, int]:
+def _start_order(event: Event) -> tuple[float, bool, int]:
     """Sort key of visits that could start together: backwards first, then the lower microbatch."""
     visit = event.action
     assert visit.microbatch is not None

@@ -185,8 +185,9 @@ class Costs:
         sizes: Bytes of each edge's tensor for one microbatch; an edge that is not here has none.
         network: The links between ranks; `Link()` costs nothing.
         host: The link of a rank to its host's memory, each direction its own channel.
-        window: Bytes on a device that may wait to be copied to the host, and as many that may be
-            back ahead of their use, at once or (`take_turns`) never; 0 where nothing is offloaded.
+        window: Staging buffer in bytes: as many may wait on the device to be copied to the host,
+            and as many more may be back ahead of their use. Where the directions take turns
+            (`take_turns`), one buffer serves both. 0 without offload.
         shards: Ranks that share the tiles of each rank (`Teams`), whose gradients are summed.
         one_way: Edges whose tensors have no gradient, such as those of a frozen encoder.
     """

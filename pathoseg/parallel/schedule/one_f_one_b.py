@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
-from math import ceil, inf
+from math import ceil
 from typing import NamedTuple
 
 from pathoseg.parallel.schedule.action import Action, Edge, Kind, chain
@@ -89,44 +89,75 @@ def one_way(
         for stage, rank in enumerate(home):
             lists[rank] = alternate(replica, stage, microbatches, in_flight[stage])
         return tuple(map(tuple, lists))
-    taken = times or [(1.0, 2.0)] * len(home)
-    before: list[list[int]] = [[] for _ in home]
-    after: list[list[int]] = [[] for _ in home]
-    for source, target in {edge[:2] for edge in edges}:
-        before[target].append(source)
-        after[source].append(target)
-    free = [0.0] * placement.ranks
-    # By stage, when each visit ended.
-    forwards: list[list[float]] = [[] for _ in home]
-    backwards: list[list[float]] = [[] for _ in home]
-    ends = {Kind.FORWARD: forwards, Kind.BACKWARD: backwards}
-
-    def possible(stage: int, kind: Kind) -> float:
-        """Return the time at which its next forward or backward could start on a free rank."""
-        number = len(ends[kind][stage])
-        if kind is Kind.BACKWARD:
-            needed = [forwards[stage], *(backwards[each] for each in after[stage])]
-        elif number - len(backwards[stage]) < in_flight[stage]:
-            needed = [forwards[each] for each in before[stage]]
-        else:
-            return inf
-        if number == len(microbatches) or any(len(each) <= number for each in needed):
-            return inf
-        return max((each[number] for each in needed), default=0.0)
-
+    way = _OneWay(home, edges, in_flight, times or [(1.0, 2.0)] * len(home), len(microbatches))
     for _ in range(2 * len(home) * len(microbatches)):
-        start, kind, number, stage = min(
-            _Ready(max(free[rank], at), kind, len(done[stage]), stage)
-            for kind, done in ends.items()
-            for stage, rank in enumerate(home)
-            if (at := possible(stage, kind)) < inf
-        )
-        forward, backward = taken[stage]
-        end = start + (forward if kind is Kind.FORWARD else backward)
-        ends[kind][stage].append(end)
-        free[home[stage]] = end
-        lists[home[stage]].append(Action(kind, replica, stage, microbatches[number]))
+        visit = way.take_next()
+        action = Action(visit.kind, replica, visit.stage, microbatches[visit.number])
+        lists[home[visit.stage]].append(action)
     return tuple(map(tuple, lists))
+
+
+class _OneWay:
+    """The visits of one replica so far: when each ended, and when its rank is free again.
+
+    Args:
+        home: The rank of each stage.
+        edges: The tensors between the stages.
+        in_flight: By stage, the most microbatches between their forward and backward.
+        times: Of each stage, a forward and a backward.
+        microbatches: Their number.
+    """
+
+    def __init__(
+        self,
+        home: Sequence[int],
+        edges: Iterable[Edge],
+        in_flight: Sequence[int],
+        times: Sequence[tuple[float, float]],
+        microbatches: int,
+    ) -> None:
+        self._home, self._in_flight, self._microbatches = home, in_flight, microbatches
+        self._seconds = {
+            Kind.FORWARD: [forward for forward, _ in times],
+            Kind.BACKWARD: [backward for _, backward in times],
+        }
+        self._before: list[list[int]] = [[] for _ in home]
+        self._after: list[list[int]] = [[] for _ in home]
+        for source, target in {edge[:2] for edge in edges}:
+            self._before[target].append(source)
+            self._after[source].append(target)
+        self._free = dict.fromkeys(home, 0.0)
+        # By stage, when each visit ended.
+        self._forwards: list[list[float]] = [[] for _ in home]
+        self._backwards: list[list[float]] = [[] for _ in home]
+        self._ends = {Kind.FORWARD: self._forwards, Kind.BACKWARD: self._backwards}
+
+    def take_next(self) -> _Ready:
+        """Run the visit that can start first, and return it."""
+        visit = min(
+            ready
+            for kind in self._ends
+            for stage in range(len(self._home))
+            if (ready := self._ready(stage, kind)) is not None
+        )
+        end = visit.start + self._seconds[visit.kind][visit.stage]
+        self._ends[visit.kind][visit.stage].append(end)
+        self._free[self._home[visit.stage]] = end
+        return visit
+
+    def _ready(self, stage: int, kind: Kind) -> _Ready | None:
+        """Return a stage's next forward or backward; None where it cannot run yet."""
+        number = len(self._ends[kind][stage])
+        if kind is Kind.BACKWARD:
+            needed = [self._forwards[stage], *(self._backwards[at] for at in self._after[stage])]
+        elif number - len(self._backwards[stage]) < self._in_flight[stage]:
+            needed = [self._forwards[at] for at in self._before[stage]]
+        else:
+            return None
+        if number == self._microbatches or any(len(each) <= number for each in needed):
+            return None
+        start = max((each[number] for each in needed), default=0.0)
+        return _Ready(max(self._free[self._home[stage]], start), kind, number, stage)
 
 
 class _Ready(NamedTuple):

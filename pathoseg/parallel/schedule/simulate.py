@@ -66,17 +66,18 @@ class HostCopies:
         rank: The rank.
         link: Latency and bandwidth of a copy.
         window: Bytes.
-        turns: Whether the directions share it (`take_turns`).
+        shares_window: Whether the directions share it (`take_turns`).
 
     Attributes:
         events: An OFFLOAD or PREFETCH for each copy, while it is on its way.
         changes: When so many bytes more (or fewer) are in host memory.
     """
 
-    def __init__(self, rank: int, link: Link, window: int, turns: bool) -> None:
+    def __init__(self, rank: int, link: Link, window: int, shares_window: bool) -> None:
         self.events: list[Event] = []
         self.changes: list[tuple[float, int]] = []
-        self._rank, self._link, self._window, self._turns = rank, link, window, turns
+        self._rank, self._link = rank, link
+        self._window, self._shares_window = window, shares_window
         self._leaving, self._returning = _StagingBuffer(window), _StagingBuffer(window)
         self._free: dict[Kind, float] = {Kind.OFFLOAD: 0, Kind.PREFETCH: 0}
         self._away: dict[tuple[Visit, str | None], float] = {}  # when it was whole on the host
@@ -111,7 +112,7 @@ class HostCopies:
 
     def come_back(self, start: float, copies: Sequence[tuple[Action, Saved]]) -> float:
         """Return the total wait of a backward that begins now, caused by its PREFETCHes."""
-        left = self._free[Kind.OFFLOAD] if self._turns and copies else 0
+        left = self._free[Kind.OFFLOAD] if self._shares_window and copies else 0
         stall: float = max(0, left - start)
         for action, saved in sorted(copies, key=lambda copy: copy[1].needed):
             possible = max(
@@ -229,8 +230,8 @@ class _Replay:
         # Channels of each rank: when their last transfer ends.
         self._outgoing: list[float] = [0 for _ in ranks]
         self._summing: list[float] = [0 for _ in ranks]
-        turns = [take_turns(actions) for actions in schedule.lists]
-        self._host = [HostCopies(rank, costs.host, costs.window, turns[rank]) for rank in ranks]
+        shared = [take_turns(actions) for actions in schedule.lists]
+        self._host = [HostCopies(rank, costs.host, costs.window, shared[rank]) for rank in ranks]
         self._leaving = _by_visit(each for each in schedule if each.kind is Kind.OFFLOAD)
         self._sent = [0 for _ in ranks]
         self._sums: dict[tuple[int, int | None], list[tuple[int, Action, float]]] = {}
@@ -242,7 +243,7 @@ class _Replay:
         self._update = _updates(schedule, costs)
         for rank, actions in enumerate(schedule.lists):
             if any(action.kind is Kind.OFFLOAD for action in actions):
-                self._others[rank].append((0, costs.window if turns[rank] else 2 * costs.window))
+                self._others[rank].append((0, costs.window if shared[rank] else 2 * costs.window))
 
     def run(self, rank: int, action: Action, needed: Iterable[Action]) -> None:
         """Replay one action (1), of which all predecessors have run."""

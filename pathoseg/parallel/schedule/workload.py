@@ -114,7 +114,7 @@ class Workload:
         )
 
     def none_ends_before(self, end: float) -> bool:
-        """Return True if no order is known to end earlier than this, but for rounding."""
+        """Return True if `end` reaches the lower bound of every order, but for rounding."""
         return end <= self._shortest * (1 + 1e-12)
 
     @cached_property

@@ -142,7 +142,10 @@ def _per_channel(tensor: Tensor | None, x: Tensor, groups: int) -> Tensor | None
 
 
 def _grouped(table: Tensor, groups: int) -> Tensor:
-    """By rank and sample; then by channel, or by group and channel of the group."""
+    """Reshape (ranks, samples, channels) to (ranks, samples, groups, channels / groups).
+
+    Return the table unchanged without groups, as for batch norm.
+    """
     return table.view(*table.shape[:2], groups, -1) if groups else table
 
 

@@ -28,7 +28,7 @@ from pathoseg.parallel.shards.elementwise import elementwise_rules, is_pointwise
 from pathoseg.parallel.shards.exchange import Team
 from pathoseg.parallel.shards.norms import norm_rules
 from pathoseg.parallel.shards.rows import Rows, Split
-from pathoseg.parallel.shards.strip import Rule, Strip, locals_of
+from pathoseg.parallel.shards.strip import Rule, Strip, locals_of, whole
 from pathoseg.parallel.shards.windows import window_rules
 
 
@@ -280,8 +280,3 @@ def _cuts(values: Any) -> list[_Cut | None]:
         (leaf.strip_dim, leaf.bounds) if isinstance(leaf, Strip) else None
         for leaf in tree_leaves(values)
     ]
-
-
-def whole(values: Any) -> Any:
-    """Return nested values with whole tensors in place of strips; all ranks of a tile call it."""
-    return tree_map(lambda leaf: leaf.whole() if isinstance(leaf, Strip) else leaf, values)

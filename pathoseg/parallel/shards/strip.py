@@ -170,11 +170,14 @@ def _call(function: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
                 "Write it without the in-place form, or train without [parallel] shards.",
             )
         shards.gathers(name)
-        args, kwargs = tree_map(
-            lambda leaf: leaf.whole() if isinstance(leaf, Strip) else leaf, (args, dict(kwargs))
-        )
+        args, kwargs = whole((args, kwargs))
         made = function(*args, **kwargs)
     return made
+
+
+def whole(values: Any) -> Any:
+    """Return nested values with whole tensors in place of strips; all ranks of a tile call it."""
+    return tree_map(lambda leaf: leaf.whole() if isinstance(leaf, Strip) else leaf, values)
 
 
 _signature = cache(inspect.signature)

@@ -109,15 +109,15 @@ class Device:
     visits=st.integers(1, 3),
     window=st.integers(0, 100),
     host=st.sampled_from([0, 512, 2_000, 20_000]),
-    turns=st.booleans(),
+    shares_window=st.booleans(),
     data=st.data(),
 )
 def test_no_two_lanes_ever_race_and_the_bytes_are_those_that_left(
-    sizes: list[int], visits: int, window: int, host: int, turns: bool, data: st.DataObject
+    sizes: list[int], visits: int, window: int, host: int, shares_window: bool, data: st.DataObject
 ) -> None:
     streams = RacingStreams()
     device = Device(streams)
-    copies = Overlapped(streams, CPU, Arena(host, CPU), window, turns)
+    copies = Overlapped(streams, CPU, Arena(host, CPU), window, shares_window)
     empty = torch.empty
     held: deque[list[tuple[int, Any]]] = deque()
     value = 0
@@ -185,7 +185,7 @@ def test_no_more_than_a_window_waits_to_leave_or_is_back_early() -> None:
 
 def test_one_window_serves_directions_that_take_turns() -> None:
     streams = RacingStreams()
-    copies = Overlapped(streams, CPU, Arena(10_000, CPU), window=25, turns=True)
+    copies = Overlapped(streams, CPU, Arena(10_000, CPU), window=25, shares_window=True)
     tickets = [copies.leave(torch.full((10,), at, dtype=torch.uint8), LABEL) for at in range(6)]
     assert [ticket.source is None for ticket in tickets] == [True] * 4 + [False] * 2
     copies.ask(tickets[::-1])
@@ -253,9 +253,9 @@ def _round_trip(copies: Copies, device: torch.device) -> None:
     assert copies.peak >= 5 * 200
 
 
-@pytest.mark.parametrize("form", [form for form in OffloadMode if form is not OffloadMode.NONE])
-def test_every_form_brings_back_what_left(form: OffloadMode) -> None:
-    copies = copies_of(form, HostStreams(), CPU, 500, 0)
+@pytest.mark.parametrize("mode", [mode for mode in OffloadMode if mode is not OffloadMode.NONE])
+def test_every_mode_brings_back_what_left(mode: OffloadMode) -> None:
+    copies = copies_of(mode, HostStreams(), CPU, 500, 0)
     assert copies is not None
     copies.copied = []
     _round_trip(copies, CPU)
@@ -265,11 +265,11 @@ def test_every_form_brings_back_what_left(form: OffloadMode) -> None:
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("form", [form for form in OffloadMode if form is not OffloadMode.NONE])
-def test_every_form_brings_back_what_left_a_cuda_device(form: OffloadMode) -> None:
+@pytest.mark.parametrize("mode", [mode for mode in OffloadMode if mode is not OffloadMode.NONE])
+def test_every_mode_brings_back_what_left_a_cuda_device(mode: OffloadMode) -> None:
     device = torch.device("cuda")
     streams = streams_of(device)
-    copies = copies_of(form, streams, device, 500, 100_000)
+    copies = copies_of(mode, streams, device, 500, 100_000)
     assert copies is not None
     copies.copied = []
     streams.start_clock()

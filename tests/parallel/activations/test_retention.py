@@ -155,7 +155,7 @@ def _train(
         }
 
     schedule = lower(gpipe(linear(stages), COUNT), offload=names(offload))
-    given = Memory(names(recompute), names(twice), memory.window, memory.form)
+    given = Memory(names(recompute), names(twice), memory.window, memory.mode)
     training = Training(
         lambda returned, targets: returned.float().pow(2).flatten(1).sum(1), optimizer, dtype=dtype
     )
@@ -230,12 +230,12 @@ class Filled(nn.Module):
         return result * result.mean()
 
 
-@pytest.mark.parametrize("form", [OffloadMode.NAIVE, OffloadMode.OVERLAPPED])
-def test_what_a_kernel_fills_after_it_was_saved_leaves_when_it_is_full(form: OffloadMode) -> None:
+@pytest.mark.parametrize("mode", [OffloadMode.NAIVE, OffloadMode.OVERLAPPED])
+def test_what_a_kernel_fills_after_it_was_saved_leaves_when_it_is_full(mode: OffloadMode) -> None:
     torch.manual_seed(3)
     model = Filled()
     expected = _train(model, _never, _never, Memory())
-    _equal(_train(model, lambda at: True, _never, Memory(window=3_000, form=form)), expected)
+    _equal(_train(model, lambda at: True, _never, Memory(window=3_000, mode=mode)), expected)
 
 
 class Conjugates(nn.Module):
@@ -364,8 +364,8 @@ def test_running_state_of_other_kinds_is_not_recomputed() -> None:
         _train(Counting(), _never, lambda at: True, Memory())
 
 
-@pytest.mark.parametrize("form", OffloadMode)
-def test_a_layer_that_is_not_there_is_named(form: OffloadMode) -> None:
+@pytest.mark.parametrize("mode", OffloadMode)
+def test_a_layer_that_is_not_there_is_named(mode: OffloadMode) -> None:
     model = nn.Sequential(nn.Conv2d(3, 2, 1), nn.Sigmoid())
     traced = Traced(model, torch.ones(2, 3, 8, 8))
     partition = even(traced.graph, 1)
@@ -373,7 +373,7 @@ def test_a_layer_that_is_not_there_is_named(form: OffloadMode) -> None:
 
     def refused(offload: list[str], recompute: list[str], message: str) -> None:
         schedule = lower(gpipe(linear(1), 2), offload={0: offload})
-        memory = Memory({0: recompute}, form=form)
+        memory = Memory({0: recompute}, mode=mode)
         with pytest.raises(PathosegError, match=message):
             run_ranks(
                 1, lambda line: Runner(traced, partition, schedule, line, DEVICE, training, memory)

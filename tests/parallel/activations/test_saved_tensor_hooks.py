@@ -1,4 +1,4 @@
-"""Random mixtures of kept, offloaded and recomputed layers against one process, in every form."""
+"""Random mixtures of kept, offloaded and recomputed layers against one process, in every mode."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PLANS = {
     "gpipe-folded": 2,
 }
 SAME = equal_to_the_bit(MODELS)
-FORMS = [*OffloadMode]
+MODES = [*OffloadMode]
 
 
 @pytest.fixture(autouse=True)
@@ -50,10 +50,10 @@ def mixtures(draw: st.DrawFn, model: str, plan: str) -> tuple[Case, Memory]:
         offloaded[stage] = tuple(name for name, fate in drawn.items() if fate == "offload")
         recomputed[stage] = tuple(name for name, fate in drawn.items() if fate == "recompute")
         twice[stage] = tuple(name for name, fate in drawn.items() if fate == "twice")
-    form = draw(st.sampled_from([*OffloadMode]))
+    mode = draw(st.sampled_from([*OffloadMode]))
     window = draw(st.sampled_from([0, 2_000, 20_000, 10**9]))
     host_bytes = (draw(st.sampled_from([0, 10**5])),) * 4
-    memory = Memory(recomputed, twice, window, form, host_bytes=host_bytes)
+    memory = Memory(recomputed, twice, window, mode, host_bytes=host_bytes)
     return replace(case, offload=offloaded), memory
 
 
@@ -74,17 +74,17 @@ def test_a_mixture_trains_as_one_process(plan: str, data: st.DataObject) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("model", "form"),
-    [(model, FORMS[(at + i) % len(FORMS)]) for at, model in enumerate(SAME) for i in (0, 1)],
+    ("model", "mode"),
+    [(model, MODES[(at + i) % len(MODES)]) for at, model in enumerate(SAME) for i in (0, 1)],
 )
 def test_all_layers_of_all_models_are_offloaded_and_recomputed(
-    model: str, form: OffloadMode
+    model: str, mode: OffloadMode
 ) -> None:
-    """Every other layer leaves, and those between are made again; the reverse in the next form.
+    """Every other layer leaves, and those between are made again; the reverse in the next mode.
 
     All microbatches of a stage are under way at once, and one process adds up as the ranks do.
     """
-    first = FORMS.index(form) % 2
+    first = MODES.index(mode) % 2
     case = Case(model, "gpipe", 2)
     _, partition = case.schedule()
     names = [
@@ -93,5 +93,5 @@ def test_all_layers_of_all_models_are_offloaded_and_recomputed(
     ]
     offloaded = {stage: own[first::2] for stage, own in enumerate(names)}
     recomputed = {stage: own[1 - first :: 2] for stage, own in enumerate(names)}
-    memory = Memory(recomputed, window=5_000, form=form)
+    memory = Memory(recomputed, window=5_000, mode=mode)
     _trains_as_one_process(replace(case, offload=offloaded), memory)

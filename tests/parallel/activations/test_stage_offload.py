@@ -34,7 +34,7 @@ from tests.parallel.computing_device import DEVICE, finish
 
 SAMPLES, STEPS = 2, 3
 ALL = frozenset(Park)
-FORMS = [OffloadMode.NAIVE, OffloadMode.OVERLAPPED]
+MODES = [OffloadMode.NAIVE, OffloadMode.OVERLAPPED]
 
 
 @pytest.fixture(autouse=True)
@@ -156,7 +156,7 @@ def _on_ranks(case: Case, memory: Memory, work: Callable[[Runner, Microbatches],
         offload=offload,
         buckets=2,
     )
-    memory = Memory(recomputed, twice, 2_000, memory.form, parked=memory.parked)
+    memory = Memory(recomputed, twice, 2_000, memory.mode, parked=memory.parked)
     training = Training(_loss, OPTIMIZERS[case.optimizer], dtype=case.dtype, clip=case.clip)
     [name] = graph.inputs
     seeded = torch.Generator().manual_seed(1)
@@ -214,21 +214,21 @@ CHOICES = [*(("adamw", {park}) for park in Park), ("adamw", ALL), ("sgd", ALL)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("optimizer", "parked"), CHOICES)
 @pytest.mark.parametrize("order", ORDERS)
 def test_training_is_the_same(
-    order: str, optimizer: str, parked: Collection[Park], form: OffloadMode
+    order: str, optimizer: str, parked: Collection[Park], mode: OffloadMode
 ) -> None:
     case = Case(order, optimizer)
-    found = _on_ranks(case, Memory(form=form, parked=frozenset(parked)), _train)
+    found = _on_ranks(case, Memory(mode=mode, parked=frozenset(parked)), _train)
     _equal(found, _unparked(case))
 
 
-@pytest.mark.parametrize("form", [form for form in OffloadMode if form not in FORMS])
-def test_all_forms_do_the_same(form: OffloadMode) -> None:
+@pytest.mark.parametrize("mode", [mode for mode in OffloadMode if mode not in MODES])
+def test_all_modes_do_the_same(mode: OffloadMode) -> None:
     case = Case("gpipe")
-    _equal(_on_ranks(case, Memory(form=form, parked=ALL), _train), _unparked(case))
+    _equal(_on_ranks(case, Memory(mode=mode, parked=ALL), _train), _unparked(case))
 
 
 @pytest.mark.parametrize(
@@ -242,16 +242,16 @@ def test_all_forms_do_the_same(form: OffloadMode) -> None:
     ],
     ids=str,
 )
-@pytest.mark.parametrize("form", FORMS)
-def test_it_goes_with_offload_and_recomputation(case: Case, form: OffloadMode) -> None:
-    _equal(_on_ranks(case, Memory(form=form, parked=ALL), _train), _unparked(case))
+@pytest.mark.parametrize("mode", MODES)
+def test_it_goes_with_offload_and_recomputation(case: Case, mode: OffloadMode) -> None:
+    _equal(_on_ranks(case, Memory(mode=mode, parked=ALL), _train), _unparked(case))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ["gpipe", "gems-master"])
-@pytest.mark.parametrize("form", FORMS)
-def test_a_run_goes_on_from_its_state(order: str, form: OffloadMode) -> None:
-    case, parked = Case(order), Memory(form=form, parked=ALL)
+@pytest.mark.parametrize("mode", MODES)
+def test_a_run_goes_on_from_its_state(order: str, mode: OffloadMode) -> None:
+    case, parked = Case(order), Memory(mode=mode, parked=ALL)
     [losses, state, _], *_ = _unparked(case)
     for first, second in ((Memory(), parked), (parked, Memory()), (parked, parked)):
 
@@ -270,8 +270,8 @@ def test_a_run_goes_on_from_its_state(order: str, form: OffloadMode) -> None:
         _equal(found, (losses[2:], state))
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_what_is_not_finite_changes_nothing(form: OffloadMode) -> None:
+@pytest.mark.parametrize("mode", MODES)
+def test_what_is_not_finite_changes_nothing(mode: OffloadMode) -> None:
     def work(runner: Runner, parts: Microbatches) -> Any:
         wrong = Microbatches(
             parts.sizes,
@@ -282,7 +282,7 @@ def test_what_is_not_finite_changes_nothing(form: OffloadMode) -> None:
         return runner.state()["optimizer"], _steps(runner, parts)[0]
 
     case = Case("gpipe")
-    kept, loss = _on_ranks(case, Memory(form=form, parked=ALL), work)[0]
+    kept, loss = _on_ranks(case, Memory(mode=mode, parked=ALL), work)[0]
     assert kept == {}
     assert loss == _on_ranks(case, Memory(), work)[0][1]
 
@@ -300,11 +300,11 @@ def _storages(runner: Runner, park: Park) -> dict[int, int]:
     return {each.data_ptr(): each.nbytes() for each in storages if each.nbytes() > 4}
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("mode", MODES)
 def test_only_the_stages_at_work_are_on_the_device(
-    form: OffloadMode, monkeypatch: pytest.MonkeyPatch
+    mode: OffloadMode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    at_once = 2 if form is OffloadMode.OVERLAPPED else 1
+    at_once = 2 if mode is OffloadMode.OVERLAPPED else 1
     most: dict[Park, int] = dict.fromkeys(Park, 0)
 
     def work(runner: Runner, parts: Microbatches) -> None:
@@ -333,12 +333,12 @@ def test_only_the_stages_at_work_are_on_the_device(
             assert not _storages(runner, park)
         assert most[Park.OPTIMIZER] == 0
 
-    _on_wide(form, work)
+    _on_wide(mode, work)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("mode", MODES)
 def test_a_graph_does_not_hold_on_to_parameters(
-    form: OffloadMode, monkeypatch: pytest.MonkeyPatch
+    mode: OffloadMode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A linear layer saves a view of its weight: its memory must go nevertheless."""
 
@@ -359,7 +359,7 @@ def test_a_graph_does_not_hold_on_to_parameters(
         runner.step(0, parts)
         assert len(seen) == len(parts.sizes)
 
-    _on_wide(form, work)
+    _on_wide(mode, work)
 
 
 def test_a_trace_has_the_copies() -> None:
@@ -383,7 +383,7 @@ def _stages_of(runner: Runner) -> list[nn.Module]:
     return [*runner._model.children()]
 
 
-def _on_wide(form: OffloadMode, work: Callable[[Runner, Microbatches], None]) -> None:
+def _on_wide(mode: OffloadMode, work: Callable[[Runner, Microbatches], None]) -> None:
     """Four linear layers, each a stage of one rank."""
     model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
     traced = Traced(model, torch.empty(SAMPLES, 16))
@@ -395,7 +395,7 @@ def _on_wide(form: OffloadMode, work: Callable[[Runner, Microbatches], None]) ->
     training = Training(_loss, _adamw)
 
     def rank(transport: Transport) -> None:
-        memory = Memory(form=form, parked=ALL)
+        memory = Memory(mode=mode, parked=ALL)
         partition = even(traced.graph, 4)
         runner = Runner(traced, partition, schedule, transport, DEVICE, training, memory)
         work(runner, parts)

@@ -64,8 +64,8 @@ class GlooChannels:
     def receive(self, into: Tensor, source: int) -> GlooRequest:
         return self._wire.receive(into, source, _ONLY_TAG)
 
-    def pause(self, turns: int) -> None:
-        self._wire.pause(turns)
+    def pause(self, looks: int) -> None:
+        self._wire.pause(looks)
 
     def close(self, well: bool) -> None:
         pass  # the wire of the words is closed with it

@@ -105,7 +105,7 @@ class Tagged:
     def receive(self, into: Tensor, source: int, tag: int) -> Request:
         return self._library.begin((source, self.rank, tag), into, sends=False)
 
-    def pause(self, turns: int) -> None:
+    def pause(self, looks: int) -> None:
         raise AssertionError("no rank of this test waits")
 
     def close(self, well: bool) -> None:

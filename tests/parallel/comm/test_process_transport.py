@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from pathoseg.errors import PathosegError
 from pathoseg.parallel.comm.heartbeat import Heartbeat
-from pathoseg.parallel.comm.process_transport import ProcessTransport, Turn, Wire
+from pathoseg.parallel.comm.process_transport import DeviceReady, ProcessTransport, Wire
 
 
 class Stream:
@@ -48,16 +48,16 @@ def test_turns_end_in_the_order_in_which_they_began(
     messages: int, streams: int, chance: random.Random
 ) -> None:
     devices = [Stream(chance) for _ in range(streams)]
-    waiting: deque[Turn] = deque()
-    turns = [Turn(chance.choice(devices).record(), waiting) for _ in range(messages)]
-    ended: list[Turn] = []
-    looked_at = list(turns)
+    waiting: deque[DeviceReady] = deque()
+    requests = [DeviceReady(chance.choice(devices).record(), waiting) for _ in range(messages)]
+    ended: list[DeviceReady] = []
+    looked_at = list(requests)
     while looked_at:
-        for turn in [*looked_at, chance.choice(looked_at)]:  # all of them, then one that waits
-            if turn in looked_at and turn.done():
-                looked_at.remove(turn)
-                ended.append(turn)
-    assert ended == turns
+        for request in [*looked_at, chance.choice(looked_at)]:  # all of them, then one that waits
+            if request in looked_at and request.done():
+                looked_at.remove(request)
+                ended.append(request)
+    assert ended == requests
 
 
 class ClosedWire:

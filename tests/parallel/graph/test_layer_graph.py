@@ -1,42 +1,14 @@
-"""Tests the plain data: it survives JSON, and malformed text is refused."""
+"""Tests the plain data of a model: its structure, edges, readers and bytes."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import fields, replace
 
-import pytest
 from hypothesis import given
 
-from pathoseg.errors import PathosegError
 from pathoseg.parallel.graph.layer_graph import Colocation, Layer, LayerGraph
 from tests.parallel.networks.random_graphs import layer_graphs
-from tests.parallel.networks.small import SMALL, small_graph
-
-
-@given(layer_graphs())
-def test_any_graph_survives_json(graph: LayerGraph) -> None:
-    assert LayerGraph.from_json(graph.to_json()) == graph
-
-
-@pytest.mark.parametrize("name", SMALL)
-def test_networks_survive_json(name: str) -> None:
-    graph = small_graph(name)
-    assert LayerGraph.from_json(graph.to_json()) == graph
-
-
-@pytest.mark.parametrize(
-    "text", ["", "3", "[]", "{}", '{"format": 1}', '{"format": 1, "model": 2}']
-)
-def test_what_is_no_graph_is_refused(text: str) -> None:
-    with pytest.raises(PathosegError, match="no layer graph"):
-        LayerGraph.from_json(text)
-
-
-def test_another_format_is_refused() -> None:
-    data = json.loads(small_graph("vgg19").to_json())
-    with pytest.raises(PathosegError, match="format 99"):
-        LayerGraph.from_json(json.dumps({**data, "format": 99}))
+from tests.parallel.networks.small import small_graph
 
 
 def test_the_structure_of_a_model_has_no_prices() -> None:

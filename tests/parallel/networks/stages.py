@@ -103,7 +103,7 @@ def allocated(do: Any) -> int:
 
 def allocated_by_stage(
     traced: Traced,
-    retention: ActivationPolicy,
+    policy: ActivationPolicy,
     shape: tuple[int, ...],
     sharding: Sharding | None = None,
 ) -> int:
@@ -111,7 +111,7 @@ def allocated_by_stage(
 
     Args:
         traced: The model, which is run as one stage.
-        retention: The layers that are recomputed or offloaded.
+        policy: The layers that are recomputed or offloaded.
         shape: Of the microbatch, or of this rank's strip of it.
         sharding: How layers run on strips; None runs them on whole tiles.
     """
@@ -122,7 +122,7 @@ def allocated_by_stage(
         training=Training(lambda logits, _: logits.flatten(1).sum(1), torch.optim.SGD),
         device=torch.device("cpu"),
         alone=True,
-        retention=retention,
+        policy=policy,
         copies=None,
         sharding=sharding,
     )

@@ -95,9 +95,9 @@ def test_peaks_of_what_is_recomputed_are_the_allocators(name: str) -> None:
     for share in (1.0, 0.75, 0.6):
         choice = chooser.choose(int(share * everything.peak))
         assert choice is not None
-        assert bool(choice.retention.recomputed) == (share < 1)
+        assert bool(choice.policy.recomputed) == (share < 1)
         traced.model.zero_grad()
-        really = allocated_by_stage(traced, choice.retention, shape)
+        really = allocated_by_stage(traced, choice.policy, shape)
         assert choice.retained.peak + received == pytest.approx(really, rel=0.02)
 
 
@@ -117,13 +117,13 @@ def test_peaks_of_what_is_recomputed_twice_are_the_allocators() -> None:
     between = tuple(name for name in names if name.endswith(".add"))
     within = tuple(name for name in names if name not in between)
     peaks = []
-    for retention in (
+    for policy in (
         ActivationPolicy((), (*between, *within)),
         ActivationPolicy((), between, within),
     ):
-        found = retain(facts, retention)
+        found = retain(facts, policy)
         traced.model.zero_grad()
-        really = allocated_by_stage(traced, retention, (1, 3, 128, 128))
+        really = allocated_by_stage(traced, policy, (1, 3, 128, 128))
         assert found.peak + model.stage(whole).received == pytest.approx(really, rel=0.02)
         peaks.append(really)
     assert peaks[1] < 0.5 * peaks[0]

@@ -125,7 +125,7 @@ def test_keeping_everything_takes_what_the_memory_model_says(name: str) -> None:
         assert found.kept == stage.activations
         assert found.forward_peak == stage.activations + stage.forward_workspace
         assert found.backward_peak == stage.activations + stage.backward_workspace
-        assert found.again == 0
+        assert found.recompute_seconds == 0
 
 
 def _all_choices(facts: StageFacts) -> list[tuple[int, float]]:
@@ -135,7 +135,7 @@ def _all_choices(facts: StageFacts) -> list[tuple[int, float]]:
     for chosen in product((False, True), repeat=len(names)):
         some = tuple(name for name, again in zip(names, chosen, strict=True) if again)
         retained = retain(facts, ActivationPolicy(recomputed=some))
-        found.append((retained.peak, retained.again))
+        found.append((retained.peak, retained.recompute_seconds))
     return found
 
 
@@ -153,7 +153,7 @@ def test_no_set_of_recomputed_layers_fits_and_takes_less(name: str, share: float
     if choice is not None:
         assert choice.need(1) <= cap
         seconds = sum(facts.forward.values()) + sum(facts.backward.values())
-        assert choice.retained.again <= min(fitting) + 2e-3 * seconds
+        assert choice.retained.recompute_seconds <= min(fitting) + 2e-3 * seconds
 
 
 @cache
@@ -259,8 +259,8 @@ def _whole(facts: StageFacts, in_flight: int) -> int:
 
 def _holds_what_it_says(facts: StageFacts, choice: Choice, cap: int, in_flight: int) -> None:
     assert choice.need(in_flight) <= cap
-    assert choice.retained == retain(facts, choice.retention)
-    assert not {*choice.retention.offloaded} & {*choice.retention.recomputed}
+    assert choice.retained == retain(facts, choice.policy)
+    assert not {*choice.policy.offloaded} & {*choice.policy.recomputed}
     for saved in choice.retained.tensors.values():
         assert saved.bytes >= SMALL
     largest = max((s.bytes for s in choice.retained.tensors.values()), default=0)
@@ -277,7 +277,7 @@ def test_recomputing_all_norms_takes_no_less() -> None:
     assert choice is not None
     seconds = sum(facts.forward.values()) + sum(facts.backward.values())
     assert choice.need(1) <= usual.peak
-    assert choice.retained.again <= usual.again + 2e-3 * seconds
+    assert choice.retained.recompute_seconds <= usual.recompute_seconds + 2e-3 * seconds
 
 
 @pytest.mark.slow
@@ -314,7 +314,7 @@ def test_joined_blocks_cost_hardly_more(monkeypatch: pytest.MonkeyPatch) -> None
     assert exact is not None
     _holds_what_it_says(facts, joined, cap, 1)
     seconds = sum(facts.forward.values()) + sum(facts.backward.values())
-    assert joined.retained.again <= exact.retained.again + 1e-2 * seconds
+    assert joined.retained.recompute_seconds <= exact.retained.recompute_seconds + 1e-2 * seconds
 
 
 @pytest.mark.slow

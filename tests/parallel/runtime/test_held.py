@@ -1,4 +1,4 @@
-"""Test that forwards hold the bytes that the retention says, and backwards free them."""
+"""Test that forwards hold the bytes that the policy says, and backwards free them."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_forwards_hold_what_their_retention_says(name: str, choice: str) -> None
         Training(lambda returned, _: returned.flatten(1).sum(1), torch.optim.SGD),
         CPU,
         alone=True,
-        retention=ActivationPolicy(offloaded, recomputed),
+        policy=ActivationPolicy(offloaded, recomputed),
         copies=Overlapped(HostStreams(), CPU, arena, max(away, default=0)),
     )
     this = Pass(0, [2] * (VISITS + 1), 1.0, training=True)

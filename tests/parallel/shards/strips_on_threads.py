@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from pathoseg.parallel.comm.transport import Transport
 from pathoseg.parallel.shards.exchange import Team
 from pathoseg.parallel.shards.rows import Split
-from pathoseg.parallel.shards.sharding import RowCopies, Rules, whole
-from pathoseg.parallel.shards.strip import Strip
+from pathoseg.parallel.shards.sharding import RowCopies, Rules
+from pathoseg.parallel.shards.strip import Strip, whole
 from tests.parallel.comm.thread_ranks import run_ranks
 
 

@@ -99,10 +99,10 @@ def test_peaks_of_strips_that_are_recomputed_are_the_allocators(name: str) -> No
     for share in (0.75, 0.6):
         choice = chooser.choose(int(share * everything.peak))
         assert choice is not None
-        assert choice.retention.recomputed
+        assert choice.policy.recomputed
         traced.model.zero_grad()
         sharding = Sharding(Nowhere(strip.rank, 2), traced.graph)
-        really = allocated_by_stage(traced, choice.retention, (1, 3, 64, 128), sharding)
+        really = allocated_by_stage(traced, choice.policy, (1, 3, 64, 128), sharding)
         predicted = choice.retained.peak + model.stage(layers).received
         assert really <= (predicted + sum(strip.heard.values())) * 1.02
         assert really >= 0.98 * predicted
@@ -121,8 +121,8 @@ def test_layers_that_save_nothing_large_are_not_offloaded() -> None:
     for share in (0.7, 0.5):
         choice = chooser.choose(int(share * peak))
         assert choice is not None
-        assert choice.retention.offloaded
-        assert choice.retained.tensors.keys() == set(choice.retention.offloaded)
+        assert choice.policy.offloaded
+        assert choice.retained.tensors.keys() == set(choice.policy.offloaded)
 
 
 def test_layers_that_are_read_again_are_the_same() -> None:

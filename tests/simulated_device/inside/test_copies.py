@@ -24,15 +24,15 @@ from tests.simulated_device import device as sim
 
 SIM = torch.device("sim")
 LABEL = Label(0, 0, "layer")
-FORMS = [form for form in OffloadMode if form is not OffloadMode.NONE]
+MODES = [mode for mode in OffloadMode if mode is not OffloadMode.NONE]
 
 
 def _bytes(size: int, value: int) -> Tensor:
     return torch.full((size,), value % 251, dtype=torch.uint8, device=SIM)
 
 
-def _copies(form: OffloadMode, window: int, host: int, turns: bool = False) -> Copies:
-    copies = copies_of(form, streams_of(SIM), SIM, window, host, turns)
+def _copies(mode: OffloadMode, window: int, host: int, shares_window: bool = False) -> Copies:
+    copies = copies_of(mode, streams_of(SIM), SIM, window, host, shares_window)
     assert copies is not None
     return copies
 
@@ -41,20 +41,20 @@ def _copies(form: OffloadMode, window: int, host: int, turns: bool = False) -> C
 @given(
     sizes=st.lists(st.integers(1, 40), min_size=1, max_size=8),
     visits=st.integers(1, 4),
-    form=st.sampled_from([*FORMS, *[OffloadMode.OVERLAPPED] * 5]),
+    mode=st.sampled_from([*MODES, *[OffloadMode.OVERLAPPED] * 5]),
     window=st.sampled_from([0, 30, 100, 10_000]),
     host=st.sampled_from([0, 512, 2_000, 20_000]),
-    turns=st.booleans(),
+    shares_window=st.booleans(),
     passes=st.sampled_from([0.0, 0.3, 1.0]),
     data=st.data(),
 )
 def test_bytes_come_back_as_they_left(
     sizes: list[int],
     visits: int,
-    form: OffloadMode,
+    mode: OffloadMode,
     window: int,
     host: int,
-    turns: bool,
+    shares_window: bool,
     passes: float,
     data: st.DataObject,
 ) -> None:
@@ -64,7 +64,7 @@ def test_bytes_come_back_as_they_left(
     """
     sim.reset()
     sim.set_passes(passes)
-    copies = _copies(form, window, host, turns)
+    copies = _copies(mode, window, host, shares_window)
     held: deque[list[tuple[int, bool, Any]]] = deque()
     value = 0
     while visits or held:
@@ -98,9 +98,9 @@ def test_bytes_come_back_as_they_left(
     assert sim.problems() == []
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_only_modes_that_go_on_let_the_process_go_on(form: OffloadMode) -> None:
-    copies = _copies(form, 10_000, 10_000)
+@pytest.mark.parametrize("mode", MODES)
+def test_only_modes_that_go_on_let_the_process_go_on(mode: OffloadMode) -> None:
+    copies = _copies(mode, 10_000, 10_000)
     sources = [_bytes(100, value) for value in range(4)]
     before = sim.counts()
     tickets = [copies.leave(source, LABEL) for source in sources]
@@ -114,7 +114,7 @@ def test_only_modes_that_go_on_let_the_process_go_on(form: OffloadMode) -> None:
         OffloadMode.PINNED_NON_BLOCKING: 0,
         OffloadMode.OVERLAPPED: 0,
     }
-    assert taken == waits[form]
+    assert taken == waits[mode]
     for value, found in enumerate(brought):
         assert (found == value).all()
 

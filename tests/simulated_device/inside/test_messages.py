@@ -64,7 +64,7 @@ class _MemoryWire:
         assert into.is_cpu
         return _Sent(self._boxes[source, self.rank, tag], into, comes=True)
 
-    def pause(self, turns: int) -> None:
+    def pause(self, looks: int) -> None:
         pass
 
     def close(self, well: bool) -> None:
