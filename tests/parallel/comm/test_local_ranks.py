@@ -150,6 +150,7 @@ def test_without_mpirun_mpi_is_refused_with_the_hint(
         start_local(2, shell("true"), "mpi")
 
 
+@pytest.mark.process
 def test_the_mpirun_of_another_mpi_is_not_called(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -73,6 +73,8 @@ def test_strangers_on_the_network_end_no_meeting() -> None:
         for words in (b"", b"GET / HTTP/1.0\r\n\r\n", b"x" * 40):
             with socket.create_connection((host, int(port))) as stranger:
                 stranger.sendall(words)
+                stranger.shutdown(socket.SHUT_WR)
+                stranger.recv(1)  # rank 0 has hung up: no more wait to be accepted than it lets
         with socket.create_connection((host, int(port))) as stranger:
             stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         return text
