@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import subprocess
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
@@ -242,6 +243,12 @@ def test_files_are_short_and_say_their_job(path: Path) -> None:
     assert first.startswith('"""'), "the first line says the file's job"
     assert first.rstrip('"').endswith("."), "the first line is one whole clause"
     assert path.stem not in {"utils", "util", "misc", "helpers", "helper", "common"}
+
+
+def test_a_file_is_the_only_one_of_its_name() -> None:
+    """A command's page in `workflows/` may be called like the part that it shows."""
+    names = Counter(path.name for path in _files() if path.parent.name != "workflows")
+    assert [name for name, count in names.items() if count > 1] == ["__init__.py"]
 
 
 def test_nothing_large_is_tracked() -> None:

@@ -29,7 +29,7 @@ from pathoseg.parallel.shards.exchange import Team
 from pathoseg.parallel.shards.norms import norm_rules
 from pathoseg.parallel.shards.rows import Rows, Split
 from pathoseg.parallel.shards.strip import Rule, Strip, locals_of, whole
-from pathoseg.parallel.shards.windows import window_rules
+from pathoseg.parallel.shards.window_rules import window_rules
 
 
 class Rules:
