@@ -46,11 +46,12 @@ _test: str | None = None  # the one that runs and is to start none
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Hold `-m "not process"` to its word: a test that starts a process fails."""
-    if "not process" in config.option.markexpr:
-        sys.addaudithook(_refuse_start)
-        BaseProcess.start = _start_of_multiprocessing
-    elif SERVER not in os.environ:  # the workers of xdist have that of the process above them
+    """Hold `make quick` to its word, also where all tests run: one of its tests that starts a
+    process fails."""
+    sys.addaudithook(_refuse_start)
+    BaseProcess.start = _start_of_multiprocessing
+    # The workers of xdist have the server of the process above them.
+    if "not process" not in config.option.markexpr and SERVER not in os.environ:
         start_server()
 
 
@@ -95,7 +96,8 @@ def _start_of_multiprocessing(process: BaseProcess) -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     global _test
-    _test = item.nodeid
+    is_quick = not any(map(item.get_closest_marker, ("slow", "process", "system", "cuda")))
+    _test = item.nodeid if is_quick else None
     torch.manual_seed(0)  # what it draws does not depend on the tests before it in its worker
     try:
         return (yield)
