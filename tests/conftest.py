@@ -46,12 +46,11 @@ _test: str | None = None  # the one that runs and is to start none
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Hold `make quick` to its word, also where all tests run: one of its tests that starts a
-    process fails."""
-    sys.addaudithook(_refuse_start)
-    BaseProcess.start = _start_of_multiprocessing
-    # The workers of xdist have the server of the process above them.
-    if "not process" not in config.option.markexpr and SERVER not in os.environ:
+    """Hold `-m "not process"` to its word: a test that starts a process fails."""
+    if "not process" in config.option.markexpr:
+        sys.addaudithook(_refuse_start)
+        BaseProcess.start = _start_of_multiprocessing
+    elif SERVER not in os.environ:  # the workers of xdist have that of the process above them
         start_server()
 
 
@@ -96,8 +95,7 @@ def _start_of_multiprocessing(process: BaseProcess) -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     global _test
-    is_quick = not any(map(item.get_closest_marker, ("slow", "process", "system", "cuda")))
-    _test = item.nodeid if is_quick else None
+    _test = item.nodeid
     torch.manual_seed(0)  # what it draws does not depend on the tests before it in its worker
     try:
         return (yield)
