@@ -176,13 +176,14 @@ def _read(path: Path) -> dict[str, Any]:
             f"{path} is a pipe, and options are read more than once.", "Write them to a file."
         )
     try:
-        with path.open("rb") as file:
-            return tomllib.load(file)
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))  # with a mark, as by Notepad
     except OSError as error:
         raise PathosegError(
             f"{path} cannot be read ({error.strerror}).", "Check the path given to --config."
         ) from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError:
+        raise PathosegError(f"{path} is not in UTF-8, as TOML is.", "Save it as UTF-8.") from None
+    except tomllib.TOMLDecodeError as error:
         raise PathosegError(f"{path} is not valid TOML: {error}.", "Mend that line.") from None
 
 

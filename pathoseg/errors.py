@@ -82,6 +82,11 @@ class StoppedError(Exception):
         self.advice = advice
 
 
+def not_permitted(path: Path) -> PathosegError:
+    """Return the error of a file that this user may not read."""
+    return PathosegError(f"{path} cannot be read: permission denied.", "Check its permissions.")
+
+
 def first_names(names: Collection[str]) -> str:
     """Return names as messages tell them: the first few, and how many more there are."""
     shown, more = [*names][:_MOST_NAMED], len(names) - _MOST_NAMED

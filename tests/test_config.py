@@ -69,6 +69,17 @@ def test_mistakes_name_the_key_and_the_hint(
     assert str(path) in caught.value.problem
 
 
+def test_what_windows_writes_is_read_or_told(tmp_path: Path) -> None:
+    """A mark ahead of UTF-8, as Notepad sets it, and another code page."""
+    path = tmp_path / "c.toml"
+    path.write_bytes(b"\xef\xbb\xbf[tiles]\r\nmpp = 4.0\r\n")
+    assert load_config(path).tiles.mpp == 4.0
+    path.write_bytes("# Müller\nseed = 1\n".encode("cp1252"))
+    with pytest.raises(PathosegError, match=r"c\.toml is not in UTF-8") as told:
+        load_config(path)
+    assert told.value.hint == "Save it as UTF-8."
+
+
 @pytest.mark.parametrize(
     ("options", "key"),
     [

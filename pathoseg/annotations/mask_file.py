@@ -14,7 +14,7 @@ from PIL.ImageFile import ImageFile
 from PIL.PngImagePlugin import PngImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 
-from pathoseg.errors import PathosegError
+from pathoseg.errors import PathosegError, not_permitted
 from pathoseg.geometry import Size
 from pathoseg.platform_support import find_file
 
@@ -129,6 +129,8 @@ def told(path: Path, *errors: type[Exception]) -> Iterator[None]:
     """Turn errors of a decoder into that of a mask that cannot be read."""
     try:
         yield
+    except PermissionError:
+        raise not_permitted(path) from None
     except errors as error:
         raise PathosegError(
             f"{path} cannot be read as a mask: {type(error).__name__}: {error}.",

@@ -31,7 +31,7 @@ from pathoseg.annotations.annotation import (
 )
 from pathoseg.annotations.feature_stream import features
 from pathoseg.annotations.outline import WITHOUT_AREA, refuse_without_area, region, united
-from pathoseg.errors import PathosegError
+from pathoseg.errors import PathosegError, not_permitted
 
 # QuPath's names of object types, those of versions before 0.3 (in `id`) last.
 _ROOTS = {"root", "PathRootObject"}
@@ -68,6 +68,8 @@ def read_geojson(path: Path) -> AnnotationFile:
                 passed_over[found] += 1
             elif found:
                 objects.append(found)
+    except PermissionError:
+        raise not_permitted(path) from None
     except (OSError, EOFError, zlib.error, ValueError, RecursionError, ShapelyError) as error:
         problem = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
         where = f" (object {count})" if count else ""

@@ -10,7 +10,7 @@ from defusedxml.common import DefusedXmlException
 from defusedxml.ElementTree import DefusedXMLParser, ParseError
 from shapely.errors import ShapelyError
 
-from pathoseg.errors import PathosegError
+from pathoseg.errors import PathosegError, not_permitted
 
 _LARGEST = 1 << 30
 _CHUNK = 1 << 20
@@ -81,6 +81,8 @@ def _feed(path: Path, elements: Elements) -> Iterator[None]:
             f"{path} defines XML entities, which no annotation needs: {error}.",
             "Export the annotations again from ASAP or ImageScope.",
         ) from error
+    except PermissionError:
+        raise not_permitted(path) from None
     except (OSError, ParseError, ValueError, LookupError, OverflowError, ShapelyError) as error:
         problem = f"lacks the attribute {error}" if isinstance(error, KeyError) else str(error)
         line = parser.parser.CurrentLineNumber

@@ -241,8 +241,9 @@ def _call_factory(config: ModelConfig, factory: str | None) -> nn.Module:
     if factory is None:
         raise PathosegError(
             f"The model is made by the code {config.name}, which runs only if you ask for it.",
-            f"If you trust that code, name {config.name} on the command line; in Python as "
-            "`factory`, for `train` as `name` in the options of `model`.",
+            f"If you trust that code, add --factory {config.name}, to `train` --model "
+            f"{config.name}; in Python as `factory`, for `train` as `name` in the options of "
+            "`model`.",
         )
     module, _, attribute = config.name.partition(":")
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from pathoseg.errors import PathosegError
+from pathoseg.errors import PathosegError, not_permitted
 
 WEIGHTS = "weights.safetensors"
 CARD = "model.json"
@@ -34,5 +34,7 @@ def read_bundle_file(path: Path) -> bytes:
             f"{path} is missing, so {path.parent} is no whole model bundle.",
             f"Give a folder with {CARD} and {WEIGHTS}, as a finished run has in `model/`.",
         ) from None
+    except PermissionError:
+        raise not_permitted(path) from None
     except OSError as error:
         raise PathosegError(f"{path} cannot be read ({error.strerror}).", COPY_AGAIN) from error

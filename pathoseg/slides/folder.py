@@ -233,7 +233,8 @@ def _series(path: Path) -> str | None:
         with path.open("rb") as file:
             # Of the file itself: sequences name other series, which this one was derived from.
             found = read_partial(file, lambda tag, _, __: tag > _SERIES, specific_tags=[_SERIES])
-            return str(found.SeriesInstanceUID)
+            # Raw: pydicom would tell of a value that is not as the standard has it.
+            return bytes(found.get_item(_SERIES).value).rstrip(b"\0 ").decode("ascii")
     except Exception:  # damaged in any way: opening it as a slide tells how
         return None
 

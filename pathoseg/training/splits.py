@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Literal, cast, get_args
 
 from pathoseg.config import DataConfig
-from pathoseg.errors import PathosegError
+from pathoseg.errors import PathosegError, not_permitted
 from pathoseg.outputs.atomic import write_rows
 from pathoseg.platform_support import composed
 
@@ -237,6 +237,8 @@ def read_rows(table: Path, *, is_recorded: bool = False) -> dict[str, dict[str, 
                 {(k or "").strip().lower(): (v or "").strip(blanks) for k, v in row.items() if k}
                 for row in csv.DictReader(file)
             ]
+    except PermissionError:
+        raise not_permitted(table) from None
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise PathosegError(
             f"{table} cannot be read as CSV ({error}).", "Save it as UTF-8 CSV."

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -14,19 +15,25 @@ from hypothesis import strategies as st
 from PIL import Image
 from PIL.TiffImagePlugin import TiffImageFile
 
-from pathoseg.annotations.annotation import ClassTable
+from pathoseg.annotations.annotation import ClassTable, Labels
 from pathoseg.annotations.annotation_options import AnnotationOptions
 from pathoseg.annotations.reading import read_labels
 from pathoseg.errors import PathosegError
 from pathoseg.geometry import Box, Frame, Mpp, Size
+from pathoseg.models.bundle_identity import read_bundle_file
+from pathoseg.training.splits import read_rows
 
 NAMES = ["x.geojson", "x.geojson.gz", "x.json", "x.xml", "x_mask.png", "x_mask.tif"]
+
+
+def _labels(path: Path, size: Size) -> Labels:
+    return read_labels(path, size, (0, 0), AnnotationOptions())
 
 
 def _read(path: Path, size: Size) -> None:
     """Reads all there is of a file, and lets only errors that name it pass."""
     try:
-        labels = read_labels(path, size, (0, 0), AnnotationOptions())
+        labels = _labels(path, size)
         names = tuple(labels.classes())
         frame = Frame.at(size, Mpp(0.25, 0.25), 0.5)
         labels.rasterise(Box(-8, -8, 32, 32), frame, ClassTable(names, ((0, 0, 0),) * len(names)))
@@ -165,3 +172,27 @@ def _stated_size(path: Path) -> Size | None:
             return Size(*image.size) if min(image.size) > 0 else None
     except Exception:  # the point of these files
         return None
+
+
+@pytest.mark.parametrize(
+    ("name", "read"),
+    [
+        ("a.geojson", lambda path: _labels(path, Size(64, 64))),
+        ("a.xml", lambda path: _labels(path, Size(64, 64))),
+        ("slides.csv", read_rows),
+        ("model.json", read_bundle_file),
+    ],
+)
+def test_a_file_without_permission_is_told_as_that(
+    name: str, read: Callable[[Path], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not as one of another format, which would be made anew."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    (tmp_path / name).touch()
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(PathosegError, match=f"{name} cannot be read: permission denied") as told:
+        read(tmp_path / name)
+    assert told.value.hint == "Check its permissions."

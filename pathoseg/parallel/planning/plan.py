@@ -76,7 +76,10 @@ class PlanRequest:
 
 
 FORMAT = 2
-_AGAIN = "Plan again with `pathoseg plan`, for this model, tile and configuration."
+_AGAIN = (
+    "Plan again for this model, tile and configuration: with `pathoseg plan`, or by a PlanRequest "
+    "to `fit`."
+)
 
 
 @dataclass(frozen=True)
@@ -186,9 +189,10 @@ class Plan:
         if digest(graph) != self.digest or self.bounds[-1] != len(graph.layers):
             shape = input_shape(graph)
             own, other = map(_told, (self.input, shape))
+            alike = ", which has other layers" if (self.model, own) == (graph.model, other) else ""
             raise PathosegError(
                 f"The plan is for a {self.model} on microbatches of {own}, and not for this "
-                f"{graph.model} on {other}.",
+                f"{graph.model} on {other}{alike}.",
                 _AGAIN,
             )
         return cut(graph, self.bounds)
