@@ -446,7 +446,14 @@ def test_python_starts_no_ranks(tmp_path: Path, tiny_bundle: SaveBundle) -> None
 def test_what_a_dead_process_elsewhere_had_begun_is_waited_for_and_told(
     tmp_path: Path, command: Command, tiny_bundle: SaveBundle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(leases, "LEASE", 1.5)
+    told = list[str]()
+
+    def say(line: str) -> None:
+        told.append(line)
+        if line.startswith("Waiting for "):
+            monkeypatch.setattr(leases, "LEASE", 0.0)  # it is over
+
+    monkeypatch.setattr(workflow, "say", say)
     monkeypatch.setattr(workflow, "_PATIENCE", 0.1)
     claim = tmp_path / "out" / ".work" / "s" / "claim"
     claim.parent.mkdir(parents=True)
@@ -456,7 +463,8 @@ def test_what_a_dead_process_elsewhere_had_begun_is_waited_for_and_told(
         *("infer", slide, "--model", tiny_bundle(), "--out", tmp_path / "out", "--resume", *MPP)
     )
     assert code == 0, said
-    assert "Waiting for s.png, which other processes have begun." in said
+    [waited] = [line for line in told if line.startswith("Waiting for ")]
+    assert waited.startswith("Waiting for s.png, which other processes have begun.")
 
 
 def test_two_slides_of_one_name_are_refused(

@@ -49,9 +49,15 @@ def test_a_run_is_trained_by_one_process_at_a_time(
 
 
 def test_the_lease_of_a_dead_process_elsewhere_is_waited_for_and_told(
-    tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(leases, "LEASE", 1.0)
+    said = list[str]()
+
+    def say(line: str) -> None:
+        said.append(line)
+        monkeypatch.setattr(leases, "LEASE", 0.0)  # it is over
+
+    monkeypatch.setattr(start_run, "say", say)
     monkeypatch.setattr(start_run, "BEAT", 0.1)
     owner = {"host": "node9", "boot": "b", "pids": "p", "pid": 7, "born": 0.0}
     (tmp_path / ".lease").write_text(json.dumps(owner))
