@@ -59,6 +59,7 @@ from pathoseg.inference.result_folder import (
 )
 from pathoseg.inference.segmenter import MaskRow, Segmenter, SlidePlan
 from pathoseg.interruption import Interruption
+from pathoseg.progress import say
 from pathoseg.slides.slide import open_slide
 from pathoseg.tiles.fingerprint import Fingerprint
 
@@ -415,10 +416,11 @@ class SlideJob:
             return False  # it is done
         except (StoppedError, GivenUpError, RuntimeError):
             raise  # as in `_attempt`
-        except Exception:
-            # The process that leads meets the same and says so, or, as where memory is short here,
-            # goes on alone.
+        except Exception as error:  # the process that leads meets the same, or goes on alone
             self._left = True
+            if not isinstance(error, (PathosegError, OSError)):  # of these it tells
+                reason = f"{type(error).__name__}: {error}"
+                say(f"{self.name} is left to the process that leads it ({reason}).")
             return False
 
     def _attempt(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from PIL import Image
 from pathoseg.errors import PathosegError
 from pathoseg.inference.result_folder import State, state_file, write_state
 from pathoseg.viewer.finding import find_entries
+from pathoseg.workflows import infer
 from tests.viewer.conftest import Place, Served
 
 
@@ -29,16 +31,21 @@ def test_a_slide_and_its_result_are_one(place: Place) -> None:
     assert {entry.name for entry in alone} == {"a.svs", "b.svs"}
 
 
+def _entry(path: Path) -> dict[Path | None, str]:
+    return {entry.slide: entry.name for entry in find_entries([path])}
+
+
+@pytest.mark.parametrize("find", [_entry, lambda path: infer._slides([path], None)])
 def test_a_slide_may_be_the_folder_one_is_in(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    find: Callable[[Path], dict[Path | None, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """For `view` and for `infer`."""
     slide = tmp_path / "a.ome.zarr"
     (slide / "0").mkdir(parents=True)
     (slide / "zarr.json").write_text('{"attributes": {"ome": {"multiscales": []}}}')
     for here, given in ((slide, Path()), (slide / "0", Path(".."))):
         monkeypatch.chdir(here)
-        [entry] = find_entries([given])
-        assert (entry.name, entry.slide) == ("a.ome.zarr", slide)
+        assert find(given) == {slide: "a.ome.zarr"}
 
 
 def test_a_batch_that_is_under_way(own_place: Place) -> None:

@@ -750,7 +750,7 @@ def test_a_slide_of_little_stain_keeps_its_colours(
     ("error", "is_told"), [(MemoryError(), False), (ValueError(), False), (RuntimeError(), True)]
 )
 def test_a_helper_leaves_a_slide_that_it_cannot_read_to_the_leader(
-    tmp_path: Path, error: Exception, is_told: bool
+    tmp_path: Path, error: Exception, is_told: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(slide: Slide) -> None:
         raise error
@@ -767,17 +767,8 @@ def test_a_helper_leaves_a_slide_that_it_cannot_read_to_the_leader(
     with pytest.raises(RuntimeError) if is_told else nullcontext():
         assert not job.help()
     assert job._left == (not is_told)
-
-
-def test_a_slide_may_be_the_folder_one_is_in(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    slide = tmp_path / "a.ome.zarr"
-    (slide / "0").mkdir(parents=True)
-    (slide / "zarr.json").write_text('{"attributes": {"ome": {"multiscales": []}}}')
-    for here, given in ((slide, Path()), (slide / "0", Path(".."))):
-        monkeypatch.chdir(here)
-        assert workflow._slides([given], None) == {slide: "a.ome.zarr"}
+    said = f"a.png is left to the process that leads it ({type(error).__name__}: )."
+    assert (said in capsys.readouterr().err) == (not is_told)
 
 
 def test_tables_are_written_by_the_last_one_that_finds_something_new(

@@ -7,6 +7,7 @@ import json
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
+from numbers import Integral
 from typing import ClassVar, Literal
 
 from pydantic import ConfigDict
@@ -54,7 +55,9 @@ class PlanRequest:
     def __post_init__(self) -> None:
         for name in ("ranks", "memory", "batch", "stages"):
             value = getattr(self, name)
-            if (name, value) != ("stages", None) and not (isinstance(value, int) and value > 0):
+            if (name, value) != ("stages", None) and not (
+                isinstance(value, Integral) and value > 0
+            ):
                 raise PathosegError(f"{name} is {value!r}.", "Choose a whole number from 1.")
         find_order(self.order)
         if self.cut and self.stages not in (None, len(self.cut) + 1):

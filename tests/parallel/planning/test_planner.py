@@ -7,6 +7,7 @@ from functools import cache
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -334,6 +335,10 @@ def test_the_larger_microbatch_is_taken_where_it_is_faster() -> None:
     sizes = [_price(costly, 1), _price(costly, 4)]
     assert plan(sizes, PlanRequest(1, 2**40, 4))[0].microbatch == 4
     assert plan(sizes[:1], PlanRequest(1, 2**40, 4))[0].microbatch == 1
+
+
+def test_counts_may_be_of_numpy() -> None:
+    assert PlanRequest(2, np.int64(2**40), np.int32(4)).batch == 4  # type: ignore[arg-type]  # as a program has them
 
 
 @pytest.mark.parametrize(
