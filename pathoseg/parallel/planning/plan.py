@@ -55,9 +55,8 @@ class PlanRequest:
     def __post_init__(self) -> None:
         for name in ("ranks", "memory", "batch", "stages"):
             value = getattr(self, name)
-            if (name, value) != ("stages", None) and not (
-                isinstance(value, Integral) and value > 0
-            ):
+            is_count = isinstance(value, Integral) and int(value) > 0
+            if not is_count and (name, value) != ("stages", None):
                 raise PathosegError(f"{name} is {value!r}.", "Choose a whole number from 1.")
         find_order(self.order)
         if self.cut and self.stages not in (None, len(self.cut) + 1):
