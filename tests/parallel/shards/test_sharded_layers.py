@@ -319,30 +319,33 @@ def test_a_write_that_nothing_misses_is_exact(write: Callable[[Tensor], Tensor])
     assert max(difference(found, expected).values()) <= 1e-6
 
 
-NETWORK = nn.Sequential(
-    nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1, bias=False),
-    nn.BatchNorm2d(CHANNELS),
-    nn.ReLU(inplace=True),
-    nn.Conv2d(CHANNELS, CHANNELS, 5, padding=2),
-)
+def _network() -> nn.Module:
+    """Weights drawn within a test are the same in every run (`conftest.py` seeds it)."""
+    return nn.Sequential(
+        nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1, bias=False),
+        nn.BatchNorm2d(CHANNELS),
+        nn.ReLU(inplace=True),
+        nn.Conv2d(CHANNELS, CHANNELS, 5, padding=2),
+    )
 
 
 def test_a_halo_without_its_gradient_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The public code of the papers sends halos outside of autograd: no gradient comes back."""
     x = torch.randn(1, CHANNELS, 16, 6)
-    assert max(difference(*judged(NETWORK, x, (0, 7, 16))).values()) < 1e-6
+    network = _network()
+    assert max(difference(*judged(network, x, (0, 7, 16))).values()) < 1e-6
 
     monkeypatch.setattr(Halos, "add", lambda *_: None)
-    wrong = difference(*judged(NETWORK, x, (0, 7, 16)))
+    wrong = difference(*judged(network, x, (0, 7, 16)))
     assert wrong["output"] < 1e-6, "the forward hides it"
     assert wrong["input"] > 0.01
     assert wrong["0.weight"] > 0.001
 
 
 # With a stride of 2 the rank of rows 0-6 convolves them as they lie, the other joins its halos.
-@pytest.mark.parametrize("network", [NETWORK, nn.Conv2d(CHANNELS, CHANNELS, 3, 2, 1)])
-def test_autocast_is_that_of_whole_tiles(network: nn.Module) -> None:
-    found, expected = judged(Autocast(network), torch.randn(2, CHANNELS, 16, 6), (0, 7, 16))
+@pytest.mark.parametrize("make", [_network, lambda: nn.Conv2d(CHANNELS, CHANNELS, 3, 2, 1)])
+def test_autocast_is_that_of_whole_tiles(make: Callable[[], nn.Module]) -> None:
+    found, expected = judged(Autocast(make()), torch.randn(2, CHANNELS, 16, 6), (0, 7, 16))
     assert found.output.dtype is expected.output.dtype is torch.bfloat16
     assert max(difference(found, expected).values()) < 0.02
 
@@ -375,11 +378,10 @@ def test_losses_are_those_of_whole_tiles(dtype: torch.dtype, weights: Any) -> No
         assert losses.shape == (2,)
         return losses.sum()  # type: ignore[no-any-return]
 
-    module, x = NETWORK.to(dtype), torch.randn(2, CHANNELS, 16, 6, dtype=dtype)
+    module, x = _network().to(dtype), torch.randn(2, CHANNELS, 16, 6, dtype=dtype)
     found, expected = run_strips(module, x, bounds, loss), run_whole(module, x, loss)
     assert found.gathered == []
     assert max(difference(found, expected).values()) <= _ROUNDING[dtype] / 10
-    NETWORK.float()
 
 
 @pytest.mark.parametrize("is_cut", [True, False])
